@@ -1,0 +1,236 @@
+"""Distil: the target answers the prompts; its answers are the training data.
+
+The batches are planned once from all prompts, and the randomness of a row comes from its key. A run
+that was killed therefore makes the same rows when it is started again: what is on disk is kept, and
+a batch with a missing row is run whole, so that every row meets the batch mates (and the rounding)
+that it would have met.
+"""
+
+import hashlib
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from tqdm import tqdm
+
+from draftsmith.data.generate import Answer, Request, answer
+from draftsmith.data.prompts import Prompt, keyed_number
+from draftsmith.data.render import TemplateRefusal, check_template, render_prompt
+from draftsmith.data.rows import Row, RowFile, agree_on_manifest, finished_rows
+from draftsmith.drafters.sampler import Sampling
+from draftsmith.drafters.target import Target
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import DataConfig, DistilConfig
+
+
+@dataclass(frozen=True)
+class DistilSummary:
+    """What lies in the folder, and what this call did."""
+
+    rows: int
+    response_tokens: int
+    cut: int  # answers that ran into max_new_tokens
+    dropped: Counter[str]  # prompts, by reason
+    made: int  # rows of this call
+    tokens_per_second: float  # of this call
+
+
+def distil(
+    target: Target,
+    prompts: Sequence[Prompt],
+    config: DataConfig,
+    folder: Path,
+    *,
+    seed: int,
+    shard: tuple[int, int] = (0, 1),
+) -> DistilSummary:
+    """Answer all prompts into `folder/rows*.jsonl`, resuming what is there. Raises UserError.
+
+    `shard` (rank, ranks) divides the batches. Ranks never wait for one another: each has its file.
+    """
+    requests, dropped = make_requests(target, prompts, config, seed)
+    agree_on_manifest(folder, manifest(target, requests, config, seed))
+    by_key = {prompt.key: prompt for prompt in prompts}
+    rank, ranks = shard
+    batches = plan(requests, config.distil.batch_size)[rank::ranks]
+    name = "rows.jsonl" if ranks == 1 else f"rows-{rank}-of-{ranks}.jsonl"
+    started, made, tokens = time.perf_counter(), 0, 0
+    with RowFile(folder / name) as file, Bar(sum(map(len, batches))) as bar:
+        done = finished_rows(folder).keys()
+        for batch in batches:
+            missing = {request.key for request in batch} - done
+            if not missing:
+                bar.skip(len(batch))
+                continue
+            answers = answer_within_memory(target, batch, config.distil, bar)
+            pairs = zip(batch, answers, strict=True)
+            file.append(
+                [
+                    make_row(target, by_key[request.key], request, reply, config, seed)
+                    for request, reply in pairs
+                    if request.key in missing
+                ]
+            )
+            made += len(missing)
+            tokens += sum(len(reply.ids) for reply in answers)
+            bar.finish_batch(len(batch), tokens)
+    return summarise(folder, dropped, made, tokens / (time.perf_counter() - started))
+
+
+def make_requests(
+    target: Target, prompts: Sequence[Prompt], config: DataConfig, seed: int
+) -> tuple[list[Request], Counter[str]]:
+    """Rendered prompts, and why others were dropped. UserError when none is left."""
+    check_template(target.tokenizer, config.thinking, name=target.name)
+    requests: list[Request] = []
+    dropped: Counter[str] = Counter()
+    for prompt in prompts:
+        try:
+            ids = render_prompt(target.tokenizer, prompt.messages, config.thinking)
+        except TemplateRefusal as reason:
+            dropped[str(reason)] += 1
+            continue
+        if len(ids) > config.max_prompt_tokens:
+            dropped[f"prompt longer than {config.max_prompt_tokens} tokens"] += 1
+            continue
+        sampling = sampling_of(prompt.key, config.distil, seed)
+        own_seed = keyed_number(seed, "answer", prompt.key) >> 1  # torch takes 63 bits
+        requests.append(Request(prompt.key, ids, sampling, own_seed))
+    if not requests:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        raise UserError(f"{target.name}: no prompt is left to answer. Dropped: {reasons or 'none'}")
+    check_room(target, max(len(request.ids) for request in requests) + config.distil.max_new_tokens)
+    return requests, dropped
+
+
+def check_room(target: Target, needed: int) -> None:
+    """UserError when the longest prompt and its answer do not fit the model's positions."""
+    positions = target.config.to_dict().get("max_position_embeddings")
+    if positions is not None and needed > positions:
+        raise UserError(
+            f"{target.name} has {positions} positions and the longest prompt with its answer needs "
+            f"{needed}; lower data.max_prompt_tokens or data.distil.max_new_tokens"
+        )
+
+
+def sampling_of(key: str, config: DistilConfig, seed: int) -> Sampling:
+    """How this prompt is answered: by a draw of its own, so that other prompts do not change it."""
+    greedy = keyed_number(seed, "greedy", key) < config.greedy_share * 2**64
+    if greedy or config.temperature == 0.0:
+        return Sampling()
+    return Sampling(config.temperature, config.top_k, config.top_p)
+
+
+def plan(requests: Sequence[Request], batch_size: int) -> list[list[Request]]:
+    """Batches of like length, longest first: too little memory shows at once."""
+    order = sorted(requests, key=lambda request: (-len(request.ids), request.key))
+    return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+
+
+def manifest(
+    target: Target, requests: Sequence[Request], config: DataConfig, seed: int
+) -> dict[str, Any]:
+    """Everything that the rows depend on."""
+    digest = hashlib.sha256()
+    for request in sorted(requests, key=lambda request: request.key):
+        digest.update(f"{request.key}\0{request.ids}\n".encode())
+    return {
+        "distil": config.distil.model_dump(mode="json"),
+        "prompts": {"count": len(requests), "sha256": digest.hexdigest()},
+        "seed": seed,
+        "target": target.fingerprint,
+        "thinking": config.thinking,
+    }
+
+
+def answer_within_memory(
+    target: Target, batch: Sequence[Request], config: DistilConfig, bar: "Bar"
+) -> list[Answer]:
+    """Answer a batch; UserError when the device's memory does not hold it."""
+    try:
+        return answer(target, batch, config.max_new_tokens, bar.within_batch)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"{target.name}: {config.batch_size} answers at once do not fit the memory of "
+            f"{target.device}; lower data.distil.batch_size"
+        ) from error
+
+
+def make_row(
+    target: Target, prompt: Prompt, request: Request, reply: Answer, config: DataConfig, seed: int
+) -> Row:
+    """The row that is written: what was asked, what was said, and how it was drawn."""
+    return {
+        "key": prompt.key,
+        "category": prompt.category,
+        "messages": list(prompt.messages),
+        "prompt_ids": request.ids,
+        "response_ids": reply.ids,
+        "response": target.tokenizer.decode(reply.ids, skip_special_tokens=True),
+        "finish_reason": reply.finish_reason,
+        "temperature": request.sampling.temperature,
+        "seed": seed,
+        "thinking": config.thinking,
+    }
+
+
+def summarise(folder: Path, dropped: Counter[str], made: int, speed: float) -> DistilSummary:
+    """Count what lies in the folder."""
+    rows = finished_rows(folder).values()
+    return DistilSummary(
+        rows=len(rows),
+        response_tokens=sum(len(row["response_ids"]) for row in rows),
+        cut=sum(row["finish_reason"] == "length" for row in rows),
+        dropped=dropped,
+        made=made,
+        tokens_per_second=speed,
+    )
+
+
+class Bar:
+    """Progress in prompts, moving within a batch too, with tokens per second and the time left."""
+
+    def __init__(self, total: int) -> None:
+        terminal = sys.stderr.isatty()
+        self.done = 0
+        self.started = time.perf_counter()
+        self.bar = tqdm(
+            total=total,
+            desc="distil",
+            mininterval=0.5 if terminal else 15,
+            bar_format="{l_bar}{bar}| {n:.0f}/{total} prompts [{elapsed}<{remaining}{postfix}]",
+        )
+
+    def skip(self, count: int) -> None:
+        """Prompts that were answered before: no time was spent on them."""
+        self.bar.initial += count
+        self.finish_batch(count, 0)
+
+    def within_batch(self, answered: float) -> None:
+        """So many prompts of the running batch are answered."""
+        self.bar.update(self.done + answered - self.bar.n)
+
+    def finish_batch(self, count: int, tokens: int) -> None:
+        """A batch is on the disk; `tokens` were generated so far."""
+        self.done += count
+        if tokens:
+            speed = tokens / (time.perf_counter() - self.started)
+            self.bar.set_postfix_str(f"{speed:.0f} tok/s", refresh=False)
+        self.bar.update(self.done - self.bar.n)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.bar.close()

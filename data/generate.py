@@ -1,0 +1,144 @@
+"""Batched generation by the target: the transformers backend of distillation."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from draftsmith.drafters.sampler import Sampling, standardise
+from draftsmith.drafters.target import Target
+
+STEPS_PER_LOOK = 4  # between looks at which rows have ended: each look waits for the device
+
+Progress = Callable[[float], None]  # answered prompts of the batch so far, in parts
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt as the target sees it, how it is answered, and the seed of its random numbers."""
+
+    key: str
+    ids: list[int]
+    sampling: Sampling
+    seed: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the target said, its end token included when it stopped by itself."""
+
+    ids: list[int]
+    finish_reason: Literal["stop", "length"]
+
+
+@torch.inference_mode()
+def answer(
+    target: Target, batch: Sequence[Request], max_new_tokens: int, progress: Progress
+) -> list[Answer]:
+    """Generate for a whole batch. Rows that ended leave it once a quarter of them has."""
+    rows = torch.arange(len(batch), device=target.device)  # [b] who is still generating
+    picks = Picks(batch, max_new_tokens, target.device)
+    ends = torch.tensor(target.eos_ids, device=target.device)
+    tokens = torch.zeros((len(batch), max_new_tokens), dtype=torch.int64, device=target.device)
+    ended = torch.zeros(len(batch), dtype=torch.bool, device=target.device)
+    state = Decoding(target, [request.ids for request in batch], max_new_tokens)
+    hidden = state.prefill()  # [b, D]
+    for step in range(max_new_tokens):
+        picked = picks(target.logits(hidden), rows, step)  # [b]
+        tokens[rows, step] = picked
+        ended[rows] |= torch.isin(picked, ends)
+        if step + 1 == max_new_tokens:
+            break
+        if (step + 1) % STEPS_PER_LOOK == 0:
+            live = (~ended[rows]).nonzero()[:, 0]
+            progress(len(batch) - len(live) * (1 - (step + 1) / max_new_tokens))
+            if not len(live):
+                break
+            if len(live) <= 0.75 * len(rows):
+                rows, picked = rows[live], picked[live]
+                state.select(live)
+        hidden = state.feed(picked)
+    return [until_end(row, target.eos_ids) for row in tokens.tolist()]
+
+
+class Decoding:
+    """Rows of unequal prompts in one cache: padded on the left, padding never seen."""
+
+    def __init__(self, target: Target, prompts: Sequence[list[int]], max_new_tokens: int) -> None:
+        self.target, self.cache = target, target.new_cache()
+        width = max(map(len, prompts))
+        padding = torch.tensor([width - len(ids) for ids in prompts])
+        self.padded = bool(padding.any())
+        padded = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts])
+        self.ids = padded.to(target.device)  # [B, P]
+        self.padding = padding.to(target.device)  # [B]
+        columns = torch.arange(width + max_new_tokens, device=target.device)
+        self.visible = columns >= self.padding[:, None]  # [B, P + max_new_tokens]
+
+    def prefill(self) -> Tensor:
+        """Feed the prompts; the states [B, D] of their last tokens."""
+        width = self.ids.shape[1]
+        columns = torch.arange(width, device=self.target.device)
+        positions = (columns - self.padding[:, None]).clamp(min=0)  # [B, P]
+        mask = None
+        if self.padded:
+            causal = columns[:, None] >= columns
+            own = columns[:, None] == columns  # padding sees itself: a row that sees nothing is NaN
+            mask = ((self.visible[:, None, :width] & causal) | own)[:, None]  # [B, 1, P, P]
+        return self.target.step(self.ids, positions, self.cache, mask)[:, -1]
+
+    def feed(self, tokens: Tensor) -> Tensor:
+        """Feed one token [b] of every row; their states [b, D]."""
+        length = self.cache.length
+        positions = (length - self.padding)[:, None]
+        mask = self.visible[:, None, None, : length + 1] if self.padded else None
+        return self.target.step(tokens[:, None], positions, self.cache, mask)[:, 0]
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows alone."""
+        self.cache.select(rows)
+        self.padding, self.visible = self.padding[rows], self.visible[rows]
+
+
+class Picks:
+    """Chooses the next token of every row; sampled rows use random numbers of their own.
+
+    One uniform number per row and step, through the inverse of the cumulated law: a row's tokens
+    depend on its key, and not on who else is in the batch.
+    """
+
+    def __init__(self, batch: Sequence[Request], steps: int, device: torch.device) -> None:
+        self.sampling = next((r.sampling for r in batch if not r.sampling.greedy), Sampling())
+        self.sampled = torch.tensor([not r.sampling.greedy for r in batch], device=device)
+        self.uniform = torch.zeros((len(batch), steps), dtype=torch.float64)
+        for i, request in enumerate(batch):
+            if not request.sampling.greedy:
+                generator = torch.Generator().manual_seed(request.seed)
+                self.uniform[i] = torch.rand(steps, generator=generator, dtype=torch.float64)
+        self.uniform = self.uniform.to(device)
+
+    def __call__(self, logits: Tensor, rows: Tensor, step: int) -> Tensor:
+        """Next tokens [b] for logits [b, V] of these rows of the batch."""
+        best = logits.argmax(dim=-1)
+        if self.sampling.greedy:
+            return best
+        at = self.sampled[rows].nonzero()[:, 0]
+        law = standardise(logits[at].float(), self.sampling)  # [s, V]
+        return best.index_put((at,), inverse(law, self.uniform[rows[at], step]))
+
+
+def inverse(law: Tensor, uniform: Tensor) -> Tensor:
+    """The token [s] at which the cumulated law [s, V] passes a uniform number [s] in [0, 1)."""
+    cumulated = law.double().cumsum(dim=-1)  # fp32 sums of 100,000 terms would favour some tokens
+    height = uniform[:, None] * cumulated[:, -1:]
+    return torch.searchsorted(cumulated, height, right=True)[:, 0]
+
+
+def until_end(tokens: list[int], ends: Sequence[int]) -> Answer:
+    """The answer up to its end token; what a row generated after it is not part of it."""
+    for i, token in enumerate(tokens):
+        if token in ends:
+            return Answer(tokens[: i + 1], "stop")
+    return Answer(tokens, "length")

@@ -1,0 +1,258 @@
+"""Prompts: from a file, a data set or the starter set to a list of keyed conversations."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from draftsmith.data import starter
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import DataConfig
+
+Message = dict[str, Any]  # role, content, and what tool calls and reasoning add
+Split = Literal["train", "test"]
+Row = tuple[
+    str, Mapping[str, Any]
+]  # where the row stands (for messages to the user), and its fields
+
+FIELDS = ("messages", "conversations", "prompt", "turns")  # what holds the conversation
+KEY_FIELDS = ("key", "id", "question_id")
+KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # of a message, beside its text
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation that ends where the target should answer. `key` is its name in every file."""
+
+    key: str
+    category: str
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts with unique keys, and why others were left out."""
+
+    prompts: list[Prompt]
+    dropped: Counter[str]
+
+
+class Unusable(ValueError):
+    """A row that holds no prompt; the message is the reason it is counted under."""
+
+
+def load_prompts(config: DataConfig, *, split: Split, seed: int) -> PromptSet:
+    """The recipe's prompts for training or for evaluation; UserError when none is left."""
+    train = split == "train"
+    source = config.prompts if train else config.eval_prompts
+    rows = _rows_of(source, split=split, part=config.split if train else config.eval_split)
+    found = collect(rows)
+    if train and config.grow:
+        grown = collect(_numbered("grown", starter.grow(config.grow, seed)), found)
+        found = grown
+    if not found.prompts:
+        raise UserError(f"{source}: no prompt is left. Dropped: {_listed(found.dropped)}")
+    if train and config.limit is not None:
+        return PromptSet(draw(found.prompts, config.limit, seed), found.dropped)
+    return found
+
+
+def collect(rows: Iterable[Row], before: PromptSet | None = None) -> PromptSet:
+    """Rows of any accepted form as prompts, after those of `before`; repeated ones are dropped."""
+    prompts = list(before.prompts) if before else []
+    dropped = Counter(before.dropped) if before else Counter[str]()
+    keys = {prompt.key for prompt in prompts}
+    contents = {content_key(prompt.messages) for prompt in prompts}
+    for where, row in rows:
+        try:
+            prompt = _prompt(where, row)
+        except Unusable as reason:
+            dropped[str(reason)] += 1
+            continue
+        content = content_key(prompt.messages)
+        if content in contents:
+            dropped["duplicate"] += 1
+        elif prompt.key in keys:
+            dropped["id of another prompt"] += 1
+        else:
+            prompts.append(prompt)
+            keys.add(prompt.key)
+            contents.add(content)
+    return PromptSet(prompts, dropped)
+
+
+def draw(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
+    """`count` of the prompts, the same ones in whatever order they are given."""
+    ranked = sorted(prompts, key=lambda prompt: keyed_number(seed, "limit", prompt.key))
+    kept = {prompt.key for prompt in ranked[:count]}
+    return [prompt for prompt in prompts if prompt.key in kept]
+
+
+def keyed_number(seed: int, purpose: str, key: str) -> int:
+    """A uniform 64-bit number that depends on nothing else: no order, no count, no other row."""
+    digest = hashlib.sha256(f"{seed}\0{purpose}\0{key}".encode()).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def content_key(messages: Sequence[Message]) -> str:
+    """A key made of what the prompt says, for rows that bring no id."""
+    text = json.dumps(list(messages), sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _rows_of(source: str, *, split: Split, part: str) -> Iterator[Row]:
+    if source == "starter":
+        return _numbered("starter", starter.starter_prompts(split))
+    path = Path(source).expanduser()
+    if path.suffix == ".jsonl":
+        return read_jsonl(path)
+    if path.is_file():
+        raise UserError(f"{source}: prompts are read from a .jsonl file, one JSON object a line")
+    if path.is_dir() or not source.startswith((".", "/", "~")):
+        return _numbered(source, _data_set(source, path, part))
+    raise UserError(f"{source}: no such folder. Prompts are {_ALLOWED}")
+
+
+_ALLOWED = "`starter`, a .jsonl file, a folder of a saved data set, or the id of a Hub data set"
+
+
+def _numbered(name: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
+    return ((f"{name} row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def read_jsonl(path: Path) -> Iterator[Row]:
+    """The objects of a .jsonl file with `file:line`; blank lines are ignored."""
+    empty = True
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    empty = False
+                    yield f"{path}:{number}", _json_object(f"{path}:{number}", line)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    if empty:
+        raise UserError(f"{path}: the file is empty; it needs one JSON object a line")
+
+
+def _json_object(where: str, line: bytes) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise UserError(f"{where}: the line is not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: the line must hold a JSON object, not {type(row).__name__}")
+    return row
+
+
+def _data_set(source: str, path: Path, part: str) -> Iterable[Mapping[str, Any]]:
+    import datasets  # slow to import, and most recipes read a file
+
+    found: Any
+    saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+    try:
+        if saved:
+            found = datasets.load_from_disk(str(path))
+        else:
+            found = datasets.load_dataset(str(path) if path.is_dir() else source, split=part)
+    except Exception as error:  # the Hub's client raises a dozen kinds; all mean the same here
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise UserError(
+            f"{source}: split {part!r} cannot be loaded ({reason}). Prompts are {_ALLOWED}"
+        ) from error
+    if isinstance(found, datasets.DatasetDict):
+        if part not in found:
+            raise UserError(f"{source}: no split {part!r}; it has {', '.join(map(repr, found))}")
+        found = found[part]
+    rows: Iterable[Mapping[str, Any]] = found
+    return rows
+
+
+def _prompt(where: str, row: Mapping[str, Any]) -> Prompt:
+    messages = _until_answer(_messages(where, row))
+    given = next((row[field] for field in KEY_FIELDS if row.get(field) is not None), None)
+    key = content_key(messages) if given is None else str(given)
+    category = row.get("category")
+    return Prompt(key, category if isinstance(category, str) else "uncategorised", messages)
+
+
+def _messages(where: str, row: Mapping[str, Any]) -> list[Message]:
+    field = next((name for name in FIELDS if row.get(name) is not None), None)
+    if field is None and not any(name in row for name in FIELDS):
+        raise UserError(
+            f"{where}: found {', '.join(map(repr, row)) or 'nothing'}; "
+            f"a prompt is in one of {', '.join(map(repr, FIELDS))}"
+        )
+    value = row[field] if field is not None else []
+    if field == "turns":  # a list of user turns; only the first one needs no answer before it
+        value = value[0] if isinstance(value, list) and value else value
+    if isinstance(value, str) and field in ("prompt", "turns"):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise UserError(f"{where}: {field!r} must be a list of turns, not {type(value).__name__}")
+    return [_message(where, turn) for turn in value]
+
+
+def _message(where: str, turn: object) -> Message:
+    """A turn as OpenAI or ShareGPT write it, in OpenAI's words."""
+    if not isinstance(turn, Mapping):
+        raise UserError(
+            f"{where}: a turn must be an object with role and content, not {turn!r:.60}"
+        )
+    said = turn.get("role", turn.get("from"))
+    role = ROLES.get(said) if isinstance(said, str) else None
+    if role is None:
+        raise Unusable(f"unknown role {said!r}")
+    message: Message = {"role": role, "content": _text(turn.get("content", turn.get("value")))}
+    return message | {name: turn[name] for name in KEPT if turn.get(name) is not None}
+
+
+def _text(content: object) -> str:
+    """Text of a content field; null (a tool call says nothing) is empty."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        try:
+            content.encode()
+        except UnicodeEncodeError as error:  # half a surrogate pair: no tokenizer takes it
+            raise Unusable("text that is no Unicode") from error
+        return content
+    parts = content if isinstance(content, list) else [None]
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        raise Unusable("content that is not text")
+    return _text("".join(map(str, texts)))
+
+
+def _until_answer(messages: list[Message]) -> tuple[Message, ...]:
+    """The conversation without answers at its end: what is left ends with the question."""
+    end = len(messages)
+    while end and messages[end - 1]["role"] == "assistant":
+        end -= 1
+    if not end or messages[end - 1]["role"] not in ("user", "tool"):
+        raise Unusable("no user turn at the end")
+    if not any(
+        message["content"].strip() for message in messages[:end] if message["role"] != "system"
+    ):
+        raise Unusable("empty prompt")
+    return tuple(messages[:end])
+
+
+def _listed(dropped: Counter[str]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in dropped.most_common()) or "none"

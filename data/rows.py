@@ -1,0 +1,156 @@
+"""Distilled rows on disk: append-only shards of keyed JSON lines, and how they were made."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files import write_text
+
+Row = dict[str, Any]
+MANIFEST = "manifest.json"
+
+
+class RowFile:
+    """One shard, open for appending by one process.
+
+    A line that a killed process left unfinished is cut off on opening; its row is made again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = path.open("a+b", buffering=0)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror})") from error
+        _lock(self.file.fileno(), path)
+        rows, whole = _whole_lines(path)
+        self.file.truncate(whole)
+        self.keys = {row["key"] for row in rows}
+
+    def append(self, rows: Sequence[Row]) -> None:
+        """Add rows durably: all of them, or none and UserError says why."""
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        before = self.file.seek(0, os.SEEK_END)
+        left = memoryview(lines.encode("utf-8", "backslashreplace"))
+        try:
+            while left:
+                left = left[self.file.write(left) :]
+            os.fsync(self.file.fileno())
+        except OSError as error:
+            self.file.truncate(before)
+            raise UserError(
+                f"{self.path}: cannot be written ({error.strerror}); its {len(self.keys)} rows are "
+                "kept, make room and run the same command again"
+            ) from error
+        self.keys.update(row["key"] for row in rows)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.file.close()
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """Rows of all shards in the order of their keys; UserError when there are none."""
+    rows = finished_rows(folder)
+    if not rows:
+        raise UserError(f"{folder}: holds no distilled rows; run the data stage first")
+    return [rows[key] for key in sorted(rows)]
+
+
+def finished_rows(folder: Path) -> dict[str, Row]:
+    """Rows of all shards by key; a shard may be growing."""
+    shards = sorted(folder.glob("rows*.jsonl"))
+    return {row["key"]: row for shard in shards for row in _whole_lines(shard)[0]}
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether every row that the manifest promises is there."""
+    path = folder / MANIFEST
+    return path.is_file() and len(finished_rows(folder)) == _read_manifest(path)["prompts"]["count"]
+
+
+def agree_on_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write the manifest, or refuse: the rows of one folder are made in one way."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        if finished_rows(folder):
+            raise UserError(f"{folder}: holds rows but no {MANIFEST}; give another folder")
+        try:
+            return write_text(path, json.dumps(manifest, indent=2, sort_keys=True) + "\n")
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror})") from error
+    there, here = _flat(_read_manifest(path)), _flat(json.loads(json.dumps(manifest)))
+    differing = [
+        f"{name} was {there.get(name)!r}, now {here.get(name)!r}"
+        for name in sorted(there.keys() | here.keys())
+        if there.get(name) != here.get(name)
+    ]
+    if differing:
+        raise UserError(
+            f"{folder}: its rows were made with other settings ({'; '.join(differing)}). They "
+            "cannot be mixed, nor prompts added (batches are planned from all of them): go back to "
+            "those settings, give the run another name, or remove the folder"
+        )
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        int(manifest["prompts"]["count"])
+        return manifest
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: is damaged ({error}); remove the folder and distil again"
+        ) from error
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, inner in value.items():
+        if isinstance(inner, Mapping):
+            flat |= _flat(inner, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = inner
+    return flat
+
+
+def _whole_lines(path: Path) -> tuple[list[Row], int]:
+    """The rows of all complete lines, and the bytes they take; a cut last line is left out."""
+    rows: list[Row] = []
+    whole = 0
+    data = path.read_bytes()
+    lines = data.split(b"\n")
+    for number, line in enumerate(
+        lines[:-1], start=1
+    ):  # what follows the last newline is unfinished
+        try:
+            row = json.loads(line)
+            row["key"]
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines) - 1:
+                break
+            raise UserError(f"{path}:{number}: the line is damaged ({error}); remove it") from error
+        rows.append(row)
+        whole += len(line) + 1
+    return rows, whole
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    import fcntl  # POSIX alone has it
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise UserError(f"{path}: another process is writing it; wait for it or end it") from error

@@ -1,0 +1,61 @@
+"""The data stage: prompts -> the target's answers, in the run's `rows` folder."""
+
+from collections import Counter
+from pathlib import Path
+
+from draftsmith.data.dataset import Document, documents_from_rows
+from draftsmith.data.distill import distil
+from draftsmith.data.prompts import load_prompts
+from draftsmith.data.render import sample_text
+from draftsmith.data.rows import read_rows
+from draftsmith.drafters.target import Target
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe
+
+
+def prepare(recipe: Recipe, run: Path) -> None:
+    """Distil the recipe's prompts into `run/rows`, going on from what is there, and show a row.
+
+    Raises UserError when no row is left to train on.
+    """
+    prompts = load_prompts(recipe.data, split="train", seed=recipe.seed)
+    tell_dropped("prompts", prompts.dropped)
+    target = Target.load(recipe.target)
+    summary = distil(target, prompts.prompts, recipe.data, run / "rows", seed=recipe.seed)
+    tell_dropped("prompts", summary.dropped)
+    speed = f", {summary.tokens_per_second:,.0f} tokens/s" if summary.made else ""
+    print(
+        f"{summary.rows:,} answers, {summary.response_tokens:,} tokens, "
+        f"{summary.cut:,} cut by data.distil.max_new_tokens{speed}"
+    )
+    documents, dropped = documents_from_rows(read_rows(run / "rows"), recipe.data)
+    tell_dropped("rows", dropped)
+    if not documents:
+        raise UserError(
+            f"{run / 'rows'}: every row was dropped ({listed(dropped)}); relax data.max_length, "
+            "data.min_supervised_tokens or data.cut_answers"
+        )
+    print(describe(documents, target))
+
+
+def describe(documents: list[Document], target: Target) -> str:
+    """A sample of what will be trained on, and how much of everything is supervised."""
+    sample = min(documents, key=lambda document: len(document.ids))
+    tokens = sum(len(document.ids) for document in documents)
+    supervised = sum(sum(document.supervised) for document in documents)
+    return (
+        f"a training row (key {sample.key}):\n"
+        f"{sample_text(target.tokenizer, sample.ids, sample.supervised)}\n"
+        f"{len(documents):,} rows, {tokens:,} tokens, {supervised / tokens:.0%} of them supervised"
+    )
+
+
+def tell_dropped(what: str, dropped: Counter[str]) -> None:
+    """One line for what was left out, if anything was."""
+    if dropped:
+        print(f"{sum(dropped.values()):,} {what} left out: {listed(dropped)}")
+
+
+def listed(dropped: Counter[str]) -> str:
+    """Reasons with their counts."""
+    return ", ".join(f"{count:,} {reason}" for reason, count in dropped.most_common())

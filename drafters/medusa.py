@@ -1,0 +1,107 @@
+"""Medusa heads (Cai et al., 2401.10774, section 2.1): K independent heads on the target's final
+state.
+
+Head k reads the state before the root and guesses the k-th token after the root:
+`logits_k = W_k (h + SiLU(A_k h + b_k))`. A_k and b_k start at zero, so every head starts as the
+target's own head. W_k is the frozen shared head (default), that plus a low-rank correction, or one
+trained matrix per slot.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.drafters.projection import slot_logits
+from draftsmith.drafters.proposal import Proposal, Verdict
+from draftsmith.drafters.slots import (
+    Batch,
+    Head,
+    Roots,
+    SlotStates,
+    TargetStates,
+    before_roots,
+    label_slots,
+)
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.tree import Tree
+from draftsmith.recipes.schema import MedusaConfig
+
+
+@dataclass
+class MedusaState:
+    """What a decoding carries from round to round: the state that the heads read."""
+
+    hidden: Tensor  # [B, D]
+
+
+class MedusaHeads(nn.Module):
+    """K residual heads; `depth` is K."""
+
+    rows: Tensor  # [Vq, D], the target's head rows that drafts may use
+    draft_ids: Tensor | None  # [Vq] their target ids; None: all
+
+    def __init__(self, config: MedusaConfig, target: Target, draft_ids: Tensor | None) -> None:
+        super().__init__()
+        self.config, self.depth, self.adjust = config, config.heads, target.adjust
+        size = target.hidden_size
+        self.weight = nn.Parameter(torch.zeros(config.heads, size, size))  # [K, D, D]
+        self.bias = nn.Parameter(torch.zeros(config.heads, size))  # [K, D]
+        rows = (
+            target.head_weight
+            if draft_ids is None
+            else target.head_weight[draft_ids.to(target.device)]
+        )
+        self.register_buffer("rows", rows.detach(), persistent=False)  # [Vq, D]
+        self.register_buffer("draft_ids", draft_ids, persistent=False)  # [Vq] or None
+        self.down: nn.Parameter | None = None  # [K, R, D]
+        self.own: nn.Parameter | None = None  # [K, Vq, R or D]
+        if config.projection == "low_rank":
+            self.down = nn.Parameter(torch.randn(config.heads, config.rank, size) / size**0.5)
+            self.own = nn.Parameter(torch.zeros(config.heads, rows.shape[0], config.rank))
+        if config.projection == "own":
+            self.own = nn.Parameter(rows.detach().float().repeat(config.heads, 1, 1))
+
+    def head(self) -> Head:
+        """How these slot states become logits."""
+        shared = None if self.config.projection == "own" else self.rows
+        return Head(shared, self.own, self.draft_ids)
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """Target states [N, D] -> slot states [N, K, D (+ R)]."""
+        hidden = hidden.to(self.weight.dtype)
+        turned = torch.einsum("nd,ked->nke", hidden, self.weight) + self.bias  # [N, K, D]
+        state = hidden[:, None] + nn.functional.silu(turned)
+        if self.down is None:
+            return state
+        return torch.cat(
+            [state, torch.einsum("nkd,krd->nkr", state, self.down).to(state.dtype)], dim=-1
+        )
+
+    def slots(self, batch: Batch, states: TargetStates, roots: Roots) -> SlotStates:
+        """The training waist: one group per root."""
+        hidden = self.states(before_roots(states.final, roots))
+        return SlotStates(hidden, self.head(), label_slots(batch, roots, self.depth))
+
+    def start(self, states: TargetStates) -> MedusaState:
+        """After prefill: states of the prompt [B, T, D]; the heads read the last one."""
+        return MedusaState(states.final[:, -1])
+
+    @torch.no_grad()
+    def propose(self, state: MedusaState, root: Tensor, tree: Tree) -> Proposal:
+        """Point-mass guesses of every slot, laid out as `tree` (on the drafter's device)."""
+        batch, width = root.shape[0], int(tree.rank.max()) + 1
+        logits = slot_logits(self.states(state.hidden), self.head(), self.adjust)  # [B, K, Vq]
+        best = logits.topk(width, dim=-1).indices  # [B, K, S]
+        if self.draft_ids is not None:
+            best = self.draft_ids[best]
+        tokens = best[:, tree.depth - 1, tree.rank]  # [B, M]
+        valid = torch.ones_like(tokens, dtype=torch.bool)
+        return Proposal(tokens, tree.parent.expand(batch, -1), valid)
+
+    def commit(self, state: MedusaState, verdict: Verdict, states: TargetStates) -> MedusaState:
+        """states.final [B, P+1, D] at the root and along the path; the last accepted one is read
+        next.
+        """
+        rows = torch.arange(verdict.length.shape[0], device=verdict.length.device)
+        return MedusaState(states.final[rows, verdict.length])

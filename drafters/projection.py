@@ -1,0 +1,394 @@
+"""The chunked projection to the vocabulary: losses, hits and overlaps without a [N, K, V] tensor.
+
+The gradient with respect to the slot states (and a trained head) is computed in the forward pass, chunk by
+chunk, and only scaled in backward. With a frozen head a step is two projections; a teacher adds a third, of one
+row per distinct target position. Chunks run along N, never inside a group, so that a loss may couple the slots
+of a group; inside a chunk the slots go one by one, and slots without a label are not projected at all.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from draftsmith.drafters.slots import Head, SlotStates, TargetStates
+
+Adjust = Callable[[Tensor], Tensor]
+Sums = dict[str, Tensor]  # sums and counts, never means: they add up over micro-batches and ranks
+
+
+class TargetHead(Protocol):
+    """What this file needs from a target: its head, and its logit scale and soft-cap."""
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, D]."""
+
+    @property
+    def adjust(self) -> Adjust:
+        """Raw logits -> logits; returns its argument where the target has neither scale nor soft-cap."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Which teacher laws a loss reads."""
+
+    full: bool = False  # p under the softmax over the whole vocabulary
+    temperature: float | None = None  # p renormalised over the draft's vocabulary, at this temperature
+
+    def any(self) -> bool:
+        """Whether a teacher is needed at all."""
+        return self.full or self.temperature is not None
+
+
+@dataclass(frozen=True)
+class Law:
+    """The teacher's law at U positions, on the draft's vocabulary; what was not needed is None."""
+
+    full: Tensor | None  # [U, Vq]; sums to less than 1 where the draft's vocabulary is reduced
+    kept: Tensor | None  # [U, Vq]; tempered, renormalised: sums to 1
+    negentropy: Tensor | None  # [U], sum of kept * log kept
+
+    def take(self, index: Tensor) -> "Law":
+        """The law at these positions."""
+        parts = (self.full, self.kept, self.negentropy)
+        return Law(*(None if part is None else part.index_select(0, index) for part in parts))
+
+
+class Rows(NamedTuple):
+    """A loss on n positions, unweighted."""
+
+    value: Tensor  # [n]
+    grad: Tensor  # [n, Vq], of value with respect to the logits
+    overlap: Tensor | None  # [n], sum of min(p, q); None where the whole law was not given
+
+
+class ChunkLoss(Protocol):
+    """A loss as `projected_sum` needs it."""
+
+    need: Need
+    reads_label: bool  # a slot whose label the draft's vocabulary lacks has no loss
+    static_weights: Tensor | None  # [K]; None where the weights depend on the values of a whole group
+
+    def rows(self, logits: Tensor, label: Tensor, law: Law | None) -> Rows:
+        """Positions [n, Vq] (may be overwritten), label [n] as a draft index, the law at each position."""
+
+    def weigh(self, value: Tensor, counted: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """Values [n, K] of whole groups -> (their loss summed, the gradient's weight on each [n, K])."""
+
+
+def draft_index(label: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Target ids -> (rows of the draft's head, whether it has that row); 0 where it has not."""
+    if ids is None:
+        return label, torch.ones_like(label, dtype=torch.bool)
+    at = torch.searchsorted(ids, label).clamp(max=len(ids) - 1)
+    inside = ids[at] == label
+    return torch.where(inside, at, 0), inside
+
+
+def wide(logits: Tensor) -> Tensor:
+    """At least fp32 (fp64 stays)."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def compute_dtype(hidden: Tensor, head: Head) -> torch.dtype:
+    """Projections run in the frozen weight's dtype; without one, in that of the states."""
+    return hidden.dtype if head.shared is None else head.shared.dtype
+
+
+def slot_logits(hidden: Tensor, head: Head, adjust: Adjust | None = None) -> Tensor:
+    """Slot states [n, K, D (+ R)] -> logits [n, K, Vq] in fp32, differentiable, all at once."""
+    dtype = compute_dtype(hidden, head)
+    width = 0 if head.shared is None else head.shared.shape[1]
+    terms = []
+    if head.shared is not None:
+        terms.append(F.linear(hidden[..., :width].to(dtype), head.shared))
+    if head.own is not None:
+        own = head.own.to(dtype).transpose(1, 2)  # [K, R, Vq]
+        terms.append((hidden[..., width:].to(dtype).transpose(0, 1) @ own).transpose(0, 1))
+    raw = wide(terms[0] if len(terms) == 1 else terms[0] + terms[1])
+    return raw if adjust is None else adjust(raw)
+
+
+@torch.no_grad()
+def draft_law(
+    hidden: Tensor, head: Head, *, temperature: float = 1.0, adjust: Adjust | None = None
+) -> Tensor:
+    """The drafter's law [n, K, Vq] on its own vocabulary, in fp32."""
+    return torch.softmax(slot_logits(hidden, head, adjust) / temperature, dim=-1)
+
+
+@torch.no_grad()
+def top_tokens(
+    hidden: Tensor, head: Head, count: int, *, chunk: int = 128, adjust: Adjust | None = None
+) -> Tensor:
+    """The `count` likeliest tokens of every slot, best first, as target ids: [N, K, count].
+
+    With count 1 a tie goes to the lowest id, as in greedy decoding.
+    """
+    found = [hidden.new_empty((0, hidden.shape[1], count), dtype=torch.int64)]
+    for part in hidden.split(chunk):
+        logits = slot_logits(part, head, adjust)
+        best = logits.argmax(-1, keepdim=True) if count == 1 else logits.topk(count).indices
+        found.append(best if head.ids is None else head.ids[best])
+    return torch.cat(found)
+
+
+def teacher_law(final: Tensor, target: TargetHead, head: Head, need: Need) -> Law:
+    """The target's law after final states [U, D], on the draft's vocabulary.
+
+    Only the rows that the draft has are projected where the law is renormalised over them anyway.
+    """
+    weight, ids = target.head_weight, head.ids
+    if not need.full and ids is not None:
+        weight, ids = (weight[ids] if head.shared is None else head.shared), None
+    logits = target.adjust(wide(F.linear(final.to(weight.dtype), weight)))  # [U, V or Vq]
+    full = kept = negentropy = None
+    if need.full:
+        full = torch.softmax(logits, -1)
+        full = full if ids is None else full[:, ids]
+    if need.temperature is not None:
+        scaled = (logits if ids is None else logits[:, ids]) / need.temperature
+        # Shifted first, so that the sum below does not cancel between large numbers.
+        scaled -= scaled.amax(-1, keepdim=True)
+        same = full is not None and ids is None and need.temperature == 1.0
+        kept = full if same else torch.softmax(scaled, -1)
+        assert kept is not None
+        negentropy = torch.linalg.vecdot(kept, scaled) + kept.amax(-1).log()
+    return Law(full, kept, negentropy)
+
+
+class DraftHead:
+    """One slot at a time: forward, and back with the gradient of a trained part collected."""
+
+    def __init__(self, slots: SlotStates, adjust: Adjust, *, gradient: bool) -> None:
+        head, hidden = slots.head, slots.hidden
+        self.dtype = compute_dtype(hidden, head)
+        self.shared, self.width = head.shared, 0 if head.shared is None else head.shared.shape[1]
+        self.own = None if head.own is None else head.own.detach().to(self.dtype)
+        self.own_grad: Tensor | None = None
+        if gradient and head.own is not None and head.own.requires_grad:
+            self.own_grad = torch.zeros_like(head.own)
+        self.adjust = adjust
+
+    def logits(self, hidden: Tensor, slot: int) -> tuple[Tensor, Adjust | None]:
+        """States [n, D (+ R)] -> logits [n, Vq], and how a gradient goes back through the adjustment."""
+        hidden = hidden.to(self.dtype)
+        if self.own is None:
+            assert self.shared is not None
+            raw = hidden @ self.shared.T
+        elif self.shared is None:
+            raw = hidden @ self.own[slot].T
+        else:
+            raw = hidden[:, : self.width] @ self.shared.T
+            raw.addmm_(hidden[:, self.width :], self.own[slot].T)
+        return adjusted(wide(raw), self.adjust)
+
+    def back(self, hidden: Tensor, slot: int, grad: Tensor, weight: Tensor) -> Tensor:
+        """Gradient of the logits [n, Vq], and its weight [n] -> gradient of the states [n, D (+ R)]."""
+        grad = grad.to(self.dtype)
+        parts = []
+        if self.shared is not None:
+            parts.append(grad @ self.shared)
+        if self.own is not None:
+            parts.append(grad @ self.own[slot])
+        if self.own_grad is not None:
+            tail = (wide(hidden[:, self.width :]) * weight[:, None]).to(self.dtype)
+            self.own_grad[slot] += grad.T @ tail
+        pulled = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return wide(pulled) * weight[:, None]
+
+
+def adjusted(raw: Tensor, adjust: Adjust) -> tuple[Tensor, Adjust | None]:
+    """Adjusted logits, free to be overwritten, and the vector-Jacobian product of the adjustment."""
+    leaf = raw.detach()
+    with torch.enable_grad():
+        leaf.requires_grad_()
+        out = adjust(leaf)
+    if out is leaf:
+        return raw, None
+    return out.detach().clone(), lambda grad: torch.autograd.grad(out, leaf, grad)[0]
+
+
+def hits(logits: Tensor, label: Tensor, inside: Tensor) -> Tensor:
+    """Whether greedy drafting says the label, ties to the lowest id, [n] bool."""
+    if logits.device.type != "cpu":
+        return (logits.argmax(-1) == label) & inside
+    hit = (logits.gather(-1, label[:, None])[:, 0] == logits.amax(-1)) & inside
+    # argmax is slow on CPU, so it only sees the rows where a tie could change the answer.
+    some = hit.nonzero()[:, 0]
+    hit[some] = logits.index_select(0, some).argmax(-1) == label[some]
+    return hit
+
+
+@dataclass
+class Table:
+    """What is known about every slot of every group, [N, K] each."""
+
+    value: Tensor
+    hit: Tensor  # bool
+    overlap: Tensor | None
+
+    @staticmethod
+    def empty(valid: Tensor, dtype: torch.dtype, *, overlap: bool) -> "Table":
+        """All zero."""
+        value = torch.zeros(valid.shape, dtype=dtype, device=valid.device)
+        return Table(value, torch.zeros_like(valid), value.clone() if overlap else None)
+
+
+def slot_sums(table: Table, valid: Tensor, loss: Tensor) -> Sums:
+    """Sums over groups. `hits` counts a slot whatever came before it, `reached` the groups whose earlier slots
+    all hit, `joint_hits` those that hit as well: conditional hit rate = joint_hits / reached."""
+    hit = table.hit & valid
+    run = hit.cumprod(dim=1).bool()
+    before = torch.cat([torch.ones_like(run[:, :1]), run[:, :-1]], dim=1)
+    sums = {
+        "loss": loss.detach(),
+        "groups": valid[:, 0].sum(),
+        "valid": valid.sum(0),
+        "hits": hit.sum(0),
+        "reached": (valid & before).sum(0),
+        "joint_hits": run.sum(0),
+    }
+    if table.overlap is not None:
+        overlap = table.overlap * valid
+        sums |= {"overlap": overlap.sum(0), "joint_overlap": overlap.cumprod(dim=1).sum(0)}
+    return sums
+
+
+class _WithGradient(torch.autograd.Function):
+    """A loss whose gradient is known already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: Tensor,
+        hidden: Tensor,
+        own: Tensor | None,
+        hidden_grad: Tensor,
+        own_grad: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden_grad, own_grad)
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(
+        ctx: Any, scale: Tensor
+    ) -> tuple[None, Tensor | None, Tensor | None, None, None]:
+        hidden_grad, own_grad = ctx.saved_tensors
+        return (
+            None,
+            hidden_grad * scale if ctx.needs_input_grad[1] else None,
+            None if own_grad is None else own_grad * scale,
+            None,
+            None,
+        )
+
+
+def projected_sum(
+    slots: SlotStates, states: TargetStates, target: TargetHead, loss: ChunkLoss, *, chunk: int
+) -> tuple[Tensor, Sums]:
+    """The loss summed over groups, on the graph (zero and finite where nothing is supervised), and its sums.
+
+    `chunk` groups are projected at once. Without gradients (`torch.no_grad`) only the forward projections run.
+    """
+    hidden, own = slots.hidden, slots.head.own
+    gradient = torch.is_grad_enabled() and (
+        hidden.requires_grad or (own is not None and own.requires_grad)
+    )
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        run = _Run(slots, states, target, loss, gradient=gradient)
+        for groups in slots.labels.valid.any(dim=1).nonzero()[:, 0].split(chunk):
+            run.chunk(groups)
+        sums = slot_sums(run.table, slots.labels.valid, run.loss)
+    if run.hidden_grad is None:
+        return run.loss, sums
+    return _WithGradient.apply(run.loss, hidden, own, run.hidden_grad, run.head.own_grad), sums  # type: ignore[no-untyped-call]
+
+
+class _Run:
+    """The state of one `projected_sum`."""
+
+    def __init__(
+        self,
+        slots: SlotStates,
+        states: TargetStates,
+        target: TargetHead,
+        loss: ChunkLoss,
+        *,
+        gradient: bool,
+    ) -> None:
+        self.slots, self.states, self.target, self.objective = slots, states, target, loss
+        labels = slots.labels
+        self.label, self.inside = draft_index(labels.label, slots.head.ids)
+        self.counted = labels.valid & self.inside if loss.reads_label else labels.valid
+        # Without a teacher's law, a slot that has no loss is a miss: known without projecting it.
+        self.wanted = labels.valid if loss.need.full else self.counted
+        # Target positions as one number; every distinct one is projected once per chunk.
+        self.teacher_at = labels.teacher_row * states.final.shape[1] + labels.teacher_position
+        self.head = DraftHead(slots, target.adjust, gradient=gradient)
+        self.hidden_grad = torch.zeros_like(slots.hidden) if gradient else None
+        values = torch.promote_types(self.head.dtype, torch.float32)
+        self.table = Table.empty(labels.valid, values, overlap=loss.need.full)
+        self.loss = torch.zeros((), dtype=values, device=labels.valid.device)
+
+    def chunk(self, groups: Tensor) -> None:
+        """Add these groups."""
+        taught = self.teacher(groups)
+        weights = self.objective.static_weights
+        waiting: list[tuple[Tensor, int, Tensor]] = []
+        for slot, rows in self.slot_rows(groups):
+            grad = self.forward(rows, slot, taught)
+            if self.hidden_grad is None:
+                continue
+            if weights is not None:
+                self.backward(rows, slot, grad, weights[slot].expand(len(rows)))
+            else:
+                waiting.append((rows, slot, grad.to(self.head.dtype)))
+        value, counted = self.table.value[groups], self.counted[groups]
+        summed, dynamic = self.objective.weigh(value, counted, self.slots.labels.valid[groups])
+        self.loss += summed
+        for rows, slot, grad in waiting:
+            self.backward(rows, slot, grad, dynamic[torch.searchsorted(groups, rows), slot])
+
+    def slot_rows(self, groups: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Every slot, and those of the groups that have it."""
+        wanted = self.wanted[groups]
+        for slot in range(wanted.shape[1]):
+            rows = groups[wanted[:, slot]]
+            if len(rows):
+                yield slot, rows
+
+    def teacher(self, groups: Tensor) -> tuple[Tensor, Law] | None:
+        """The distinct positions that teach these groups, ascending, and the law at each."""
+        if not self.objective.need.any():
+            return None
+        at = torch.unique(self.teacher_at[groups][self.wanted[groups]])
+        final = self.states.final.flatten(0, 1)[at]
+        return at, teacher_law(final, self.target, self.slots.head, self.objective.need)
+
+    def forward(self, rows: Tensor, slot: int, taught: tuple[Tensor, Law] | None) -> Tensor:
+        """Fill the table for one slot of these groups; returns the gradient of the raw logits."""
+        logits, pull = self.head.logits(self.slots.hidden[rows, slot], slot)
+        label = self.label[rows, slot]
+        self.table.hit[rows, slot] = hits(logits, label, self.inside[rows, slot])
+        law = None
+        if taught is not None:
+            law = taught[1].take(torch.searchsorted(taught[0], self.teacher_at[rows, slot]))
+        result = self.objective.rows(logits, label, law)
+        self.table.value[rows, slot] = result.value
+        if self.table.overlap is not None and result.overlap is not None:
+            self.table.overlap[rows, slot] = result.overlap
+        return result.grad if pull is None else pull(result.grad)
+
+    def backward(self, rows: Tensor, slot: int, grad: Tensor, weight: Tensor) -> None:
+        """Write the gradient of the states of one slot of these groups."""
+        assert self.hidden_grad is not None
+        weight = torch.where(self.counted[rows, slot], weight, 0.0)
+        pulled = self.head.back(self.slots.hidden[rows, slot], slot, grad, weight)
+        self.hidden_grad[rows, slot] = pulled.to(self.hidden_grad.dtype)

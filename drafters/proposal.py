@@ -1,0 +1,32 @@
+"""The decoding waist: what a drafter offers in one round, and what the verifier answers."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+Draw = Literal["chain", "iid", "without_replacement", "point"]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A tree of drafted tokens. Node 0 is the root (committed); node j >= 1 is `tokens[:, j-1]`.
+
+    `parent[:, j-1] < j` is node j's parent. `q` is the law each token was really drawn from, given
+    its earlier siblings; None is a point mass. `draw` says how every sibling group was drawn.
+    """
+
+    tokens: Tensor  # [B, M] int64
+    parent: Tensor  # [B, M] int64
+    valid: Tensor  # [B, M] bool
+    q: Tensor | None = None  # [B, M, Vq]
+    draw: Draw = "point"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which nodes were accepted, and the token that follows them."""
+
+    path: Tensor  # [B, P] int64 node ids (root excluded), padded with 0
+    length: Tensor  # [B] int64, accepted nodes
+    next: Tensor  # [B] int64, the correction or bonus token: the new root

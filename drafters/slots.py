@@ -1,0 +1,102 @@
+"""Groups, slots and their labels. This file owns all index arithmetic: nothing else shifts an
+index.
+
+A group is a root: position r of a document whose token x[r] is supervised and whose x[r-1] is in
+the same document. Slot k (1..K) of that group predicts x[r+k]; its teacher is the target's law at
+position r+k-1. Slot k is valid when x[r+1..r+k] are all supervised and in the same document.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed rows. `documents` numbers the documents of a row; -1 is padding."""
+
+    ids: Tensor  # [B, T] int64
+    positions: Tensor  # [B, T] int64, restarting at every document
+    documents: Tensor  # [B, T] int64
+    supervised: Tensor  # [B, T] bool
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same batch on another device."""
+        parts = (self.ids, self.positions, self.documents, self.supervised)
+        return Batch(*(part.to(device, non_blocking=True) for part in parts))
+
+
+@dataclass(frozen=True)
+class TargetStates:
+    """What the target computed for a batch."""
+
+    final: Tensor  # [B, T, D], after the final norm: what lm_head sees
+    layers: Tensor | None = None  # [B, T, n*D], tapped layer outputs
+
+
+@dataclass(frozen=True)
+class Roots:
+    """Where the groups are."""
+
+    row: Tensor  # [N] int64
+    position: Tensor  # [N] int64, index into the row
+
+
+@dataclass(frozen=True)
+class SlotLabels:
+    """What each slot should say, and which target position teaches it."""
+
+    label: Tensor  # [N, K] int64; 0 where invalid
+    teacher_row: Tensor  # [N, K] int64
+    teacher_position: Tensor  # [N, K] int64; clamped into the row where invalid
+    valid: Tensor  # [N, K] bool
+
+
+@dataclass(frozen=True)
+class Head:
+    """How slot states become logits: `h[:, :D] @ shared.T + h[:, D:] @ own[k].T`, either term
+    optional.
+
+    `ids` maps the Vq rows to target token ids (ascending); None means all V rows in order.
+    """
+
+    shared: Tensor | None  # [Vq, D], frozen
+    own: Tensor | None = None  # [K, Vq, R], trained
+    ids: Tensor | None = None  # [Vq] int64
+
+
+@dataclass(frozen=True)
+class SlotStates:
+    """A drafter's answer to a batch: the training waist."""
+
+    hidden: Tensor  # [N, K, D (+ R)]
+    head: Head
+    labels: SlotLabels
+
+
+def all_roots(batch: Batch) -> Roots:
+    """Every position that may start a group: supervised, and not the first of its document."""
+    before = torch.full_like(batch.documents, -2)
+    before[:, 1:] = batch.documents[:, :-1]
+    row, position = torch.nonzero(batch.supervised & (before == batch.documents), as_tuple=True)
+    return Roots(row, position)
+
+
+def label_slots(batch: Batch, roots: Roots, depth: int) -> SlotLabels:
+    """Labels of slots 1..depth for every root."""
+    length = batch.ids.shape[1]
+    offsets = torch.arange(1, depth + 1, device=batch.ids.device)
+    at = roots.position[:, None] + offsets  # [N, K] position of the label
+    inside = at < length
+    at = at.clamp(max=length - 1)
+    row = roots.row[:, None].expand_as(at)
+    same = batch.documents[row, at] == batch.documents[roots.row, roots.position][:, None]
+    valid = (inside & same & batch.supervised[row, at]).cumprod(dim=1).bool()
+    label = torch.where(valid, batch.ids[row, at], 0)
+    return SlotLabels(label, row, at - 1, valid)
+
+
+def before_roots(states: Tensor, roots: Roots) -> Tensor:
+    """The state just before every root, [N, D] from [B, T, D]: what Medusa and MTP read."""
+    return states[roots.row, roots.position - 1]

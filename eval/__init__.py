@@ -1,0 +1,1 @@
+"""Evaluation: verify, decode, measure, report."""

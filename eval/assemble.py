@@ -1,0 +1,237 @@
+"""From trials, checks and costs to the report's arms and samples."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from draftsmith.data.dataset import Document
+from draftsmith.drafters.methods import Drafter
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.tree import Tree
+from draftsmith.eval.bench import Arm, BenchPrompt
+from draftsmith.eval.check import (
+    Answer,
+    Divergence,
+    first_slot_alpha,
+    greedy_divergences,
+    law_score,
+)
+from draftsmith.eval.decode import Decoded
+from draftsmith.eval.report import ArmReport, Piece, Sample
+from draftsmith.eval.summary import (
+    Trial,
+    acceptance,
+    mean_milliseconds,
+    percentiles,
+    prompt_totals,
+    speedup,
+    speedup_interval,
+    tau_by_category,
+    tau_macro,
+    tau_micro,
+    token_seconds,
+)
+from draftsmith.eval.theory import RoundCost, predicted_speedup
+from draftsmith.eval.walk import rank_table, walk
+
+Z_LIMIT = 4.0  # standard errors; a right sampler passes it in 15,999 of 16,000 reports
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """What the checks of an arm's output found."""
+
+    lossless: bool
+    sentence: str
+    alpha: float | None
+    tau_walk: float | None
+
+
+def check_arm(
+    target: Target,
+    arm: Arm,
+    trials: Sequence[Trial],
+    plain: Sequence[Trial],
+    prompts: Sequence[BenchPrompt],
+) -> Verdicts:
+    """Judge an arm's output, and simulate its rounds on the plain arm's answers."""
+    answers = answers_of(trials, prompts)
+    lossless, sentence = judge(target, arm, answers)
+    alpha = tau = None
+    if arm.drafter is not None:
+        alpha = first_slot_alpha(target, arm.drafter, answers, arm.sampling)
+        documents = documents_of(plain, prompts, greedy=arm.sampling.greedy)
+        table = rank_table(target, arm.drafter, documents)
+        tau = walk(table, arm.tree).total.tau_micro or None
+    return Verdicts(lossless, sentence, alpha, tau)
+
+
+def answers_of(trials: Sequence[Trial], prompts: Sequence[BenchPrompt]) -> list[Answer]:
+    """Every answer; equal answers of repeats once."""
+    seen = {(trial.prompt, tuple(trial.decoded.tokens)) for trial in trials}
+    return [Answer(prompts[prompt].ids, list(tokens)) for prompt, tokens in sorted(seen)]
+
+
+def documents_of(
+    trials: Sequence[Trial], prompts: Sequence[BenchPrompt], *, greedy: bool
+) -> list[Document]:
+    """Answers as documents for the walk."""
+    documents = []
+    for trial in trials:
+        prompt, tokens = prompts[trial.prompt], trial.decoded.tokens
+        supervised = (False,) * len(prompt.ids) + (True,) * len(tokens)
+        ids = (*prompt.ids, *tokens)
+        documents.append(
+            Document(prompt.key, prompt.category, ids, supervised, greedy, trial.decoded.finish)
+        )
+    return documents
+
+
+def judge(target: Target, arm: Arm, answers: Sequence[Answer]) -> tuple[bool, str]:
+    """Whether the output is the target's own, and the finding in words."""
+    tokens = sum(len(answer.output) for answer in answers)
+    if arm.sampling.greedy:
+        found = [d for one in greedy_divergences(target, answers) for d in one]
+        return judge_greedy(found, tokens, target.dtype)
+    score = law_score(target, answers, arm.sampling)
+    passed = score.impossible == 0 and abs(score.z) <= Z_LIMIT
+    sentence = (
+        f"{tokens} tokens: {score.impossible} outside the law's support, "
+        f"log p off its expectation by {score.z:+.2f} standard errors (at most {Z_LIMIT:g})"
+    )
+    return passed, sentence
+
+
+def judge_greedy(found: Sequence[Divergence], tokens: int, dtype: torch.dtype) -> tuple[bool, str]:
+    """fp32: no divergence at all. Half precision: none beyond what rounding can turn."""
+    if not found:
+        return True, f"every one of {tokens} tokens is the target's argmax"
+    worst = max(divergence.margin for divergence in found)
+    beyond = [d for d in found if dtype == torch.float32 or d.margin > d.rounding(dtype)]
+    name = str(dtype).removeprefix("torch.")
+    cause = f"{len(beyond)} beyond {name} rounding" if beyond else f"all within {name} rounding"
+    return (
+        not beyond,
+        f"{len(found)} of {tokens} tokens are not the argmax of a whole-answer pass "
+        f"(largest margin {worst:.3g} logits), {cause}",
+    )
+
+
+def arm_report(
+    target: Target,
+    arm: Arm,
+    trials: Sequence[Trial],
+    plain: Sequence[Trial],
+    verdicts: Verdicts,
+    cost: RoundCost | None,
+    *,
+    kind: str,
+) -> ArmReport:
+    """All figures of one arm."""
+    timed, baseline = prompt_totals(trials, prefill=False), prompt_totals(plain, prefill=False)
+    whole, whole_baseline = prompt_totals(trials, prefill=True), prompt_totals(plain, prefill=True)
+    depth = 0 if arm.tree is None else int(arm.tree.depth.max())
+    slots, tau = acceptance(trials, depth), tau_micro(trials)
+    drafted = arm.drafter is not None
+    return ArmReport(
+        name=arm.name,
+        engine=arm.engine,
+        drafter=kind if drafted else None,
+        rule=arm.rule,
+        temperature=arm.sampling.temperature,
+        top_p=arm.sampling.top_p,
+        top_k=arm.sampling.top_k,
+        batch=1,
+        dtype=str(target.dtype).removeprefix("torch."),
+        quantisation=f"{target.fingerprint['origin']} weights",
+        device=str(target.device),
+        threads=torch.get_num_threads(),
+        baseline=arm.baseline,
+        draft_tokens=depth or None,
+        tree=tree_paths(arm.tree),
+        prompts=len(timed.tokens),
+        tokens=int(timed.tokens.sum()),
+        tokens_per_second=float(timed.tokens.sum() / timed.seconds.sum()),
+        tokens_per_second_with_prefill=float(whole.tokens.sum() / whole.seconds.sum()),
+        speedup=speedup(baseline, timed),
+        speedup_interval=speedup_interval(baseline, timed),
+        speedup_with_prefill=speedup(whole_baseline, whole),
+        predicted_speedup=None if cost is None or tau is None else predicted_speedup(tau, cost),
+        tau_micro=tau,
+        tau_macro=tau_macro(trials),
+        tau_walk=verdicts.tau_walk,
+        tau_by_category=tau_by_category(trials),
+        alpha=verdicts.alpha,
+        conditional_acceptance=slots.conditional,
+        joint_acceptance=slots.joint,
+        reached=slots.reached,
+        lossless=verdicts.lossless,
+        check=verdicts.sentence,
+        milliseconds=mean_milliseconds(trials),
+        token_ms=percentiles(token_seconds(trials)),
+        request_ms=percentiles([t.decoded.prefill_s + t.decoded.decode_s for t in trials]),
+        drafter_bytes=drafter_bytes(arm.drafter, target),
+    )
+
+
+def tree_paths(tree: Tree | None) -> list[list[int]] | None:
+    """The nodes of a tree; None for a chain, which its length describes."""
+    return None if tree is None or tree.is_chain else [list(path) for path in tree.paths]
+
+
+def drafter_bytes(drafter: Drafter | None, target: Target) -> dict[str, int]:
+    """Memory that the drafter adds: parameters and buffers that are not the target's own.
+
+    Medusa heads cache nothing: they carry one state per row, however long the context.
+    """
+    if not isinstance(drafter, nn.Module):
+        return {"weights": 0, "cache_per_token": 0}
+    shared = target.head_weight.untyped_storage().data_ptr()
+    held: dict[int, int] = {}
+    for tensor in [*drafter.parameters(), *drafter.buffers()]:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() != shared:
+            held[storage.data_ptr()] = storage.nbytes()
+    return {"weights": sum(held.values()), "cache_per_token": 0}
+
+
+def sample_of(tokenizer: Any, arm: Arm, trial: Trial, prompt: BenchPrompt) -> Sample:
+    """One answer, cut where the drafter and the target took turns."""
+    stretches = stretches_of(trial.decoded)
+    texts = stretch_texts(tokenizer, [tokens for tokens, _, _ in stretches])
+    pieces = [
+        Piece(text, drafted, number)
+        for text, (_, drafted, number) in zip(texts, stretches, strict=True)
+        if text
+    ]
+    return Sample(arm.name, prompt.category, prompt.text, pieces)
+
+
+def stretches_of(decoded: Decoded) -> list[tuple[list[int], bool, int]]:
+    """Tokens, whether they were drafted, and the round's number; prefill's token is round 0."""
+    stretches = [(decoded.tokens[:1], False, 0)]
+    at = 1
+    for number, turn in enumerate(decoded.rounds, start=1):
+        drafted = min(turn.accepted, turn.emitted)
+        stretches.append((decoded.tokens[at : at + drafted], True, number))
+        stretches.append((decoded.tokens[at + drafted : at + turn.emitted], False, number))
+        at += turn.emitted
+    return stretches
+
+
+def stretch_texts(tokenizer: Any, stretches: Sequence[list[int]]) -> list[str]:
+    """Text of every stretch. A character that spans stretches goes to the one that completes it."""
+    texts: list[str] = []
+    ids: list[int] = []
+    before = ""
+    for stretch in stretches:
+        ids += stretch
+        text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        whole = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        new = whole[len(before) :] if whole.startswith(before) else ""
+        texts.append(new)
+        before = whole if whole.startswith(before) else before
+    return texts

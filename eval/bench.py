@@ -1,0 +1,181 @@
+"""Arms, and their interleaved measurement: each prompt by every arm in turn, in one process."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from tqdm import tqdm
+from transformers import GenerationConfig
+
+from draftsmith.drafters.methods import Drafter
+from draftsmith.drafters.sampler import Sampling
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.tree import Tree
+from draftsmith.eval.decode import Decoded, Round, clock, decode
+from draftsmith.eval.summary import Trial
+
+PLAIN, GENERATE = "plain", "transformers.generate"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of decoding. `baseline` names the arm that its speedup is over."""
+
+    name: str
+    baseline: str
+    sampling: Sampling
+    engine: Literal["draftsmith", "transformers"] = "draftsmith"
+    drafter: Drafter | None = None
+    tree: Tree | None = None
+
+    @property
+    def rule(self) -> str:
+        """How tokens are accepted, or chosen where nothing is drafted."""
+        if self.drafter is None:
+            return "none (greedy)" if self.sampling.greedy else "none (sampling)"
+        return "greedy" if self.sampling.greedy else "point mass, one draw per node"
+
+
+@dataclass(frozen=True)
+class BenchPrompt:
+    """A rendered evaluation prompt."""
+
+    key: str
+    category: str
+    ids: list[int]
+    text: str  # the last turn, for people
+
+
+def greedy_arms(drafter: Drafter, kind: str, chain: Tree, tree: Tree) -> list[Arm]:
+    """Both baselines, the chain, and the tree where it is another shape."""
+    greedy = Sampling()
+    arms = [Arm(PLAIN, PLAIN, greedy), Arm(GENERATE, PLAIN, greedy, engine="transformers")]
+    return arms + drafted_arms(drafter, kind, chain, tree, greedy, PLAIN, "")
+
+
+def sampled_arms(
+    drafter: Drafter, kind: str, chain: Tree, tree: Tree, sampling: Sampling
+) -> list[Arm]:
+    """Plain sampling and point-mass drafts at a temperature."""
+    suffix = f" T={sampling.temperature:g}"
+    plain = Arm(PLAIN + suffix, PLAIN + suffix, sampling)
+    return [plain, *drafted_arms(drafter, kind, chain, tree, sampling, plain.name, suffix)]
+
+
+def drafted_arms(
+    drafter: Drafter,
+    kind: str,
+    chain: Tree,
+    tree: Tree,
+    sampling: Sampling,
+    baseline: str,
+    suffix: str,
+) -> list[Arm]:
+    """Chain and tree; one arm where the tree is the chain."""
+    arms = [Arm(f"{kind} chain{suffix}", baseline, sampling, drafter=drafter, tree=chain)]
+    if tree.paths != chain.paths:
+        arms.append(Arm(f"{kind} tree{suffix}", baseline, sampling, drafter=drafter, tree=tree))
+    return arms
+
+
+def measure(
+    target: Target,
+    arms: Sequence[Arm],
+    prompts: Sequence[BenchPrompt],
+    *,
+    max_new_tokens: int,
+    repeats: int,
+    seed: int,
+) -> dict[str, list[Trial]]:
+    """Decode every prompt with every arm, `repeats` times; the order of arms rotates."""
+    trials: dict[str, list[Trial]] = {arm.name: [] for arm in arms}
+    for arm in arms:  # warm-up, thrown away
+        run_arm(target, arm, prompts[0].ids, max_new_tokens=min(16, max_new_tokens), seed=seed)
+    total = repeats * len(prompts) * len(arms)
+    with tqdm(total=total, desc="measure", unit="answer", disable=None) as bar:
+        for repeat in range(repeats):
+            for index, prompt in enumerate(prompts):
+                for arm in rotated(arms, repeat + index):
+                    decoded = run_arm(
+                        target,
+                        arm,
+                        prompt.ids,
+                        max_new_tokens=max_new_tokens,
+                        seed=seed + repeat * len(prompts) + index,
+                    )
+                    trials[arm.name].append(Trial(index, prompt.category, decoded))
+                    bar.update()
+    return trials
+
+
+def rotated(arms: Sequence[Arm], start: int) -> list[Arm]:
+    """The arms in turn, another one first each time."""
+    start %= len(arms)
+    return [*arms[start:], *arms[:start]]
+
+
+def run_arm(
+    target: Target, arm: Arm, prompt_ids: list[int], *, max_new_tokens: int, seed: int
+) -> Decoded:
+    """One answer by one arm."""
+    if arm.engine == "transformers":
+        return generate(target, prompt_ids, max_new_tokens=max_new_tokens)
+    return decode(
+        target,
+        arm.drafter,
+        prompt_ids,
+        sampling=arm.sampling,
+        max_new_tokens=max_new_tokens,
+        tree=arm.tree,
+        seed=seed,
+    )
+
+
+class TokenClock:
+    """A streamer that notes when `generate` hands over the prompt and each token."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        """The prompt first, then one token at a time."""
+        self.times.append(clock(self.target))
+
+    def end(self) -> None:
+        """Nothing is left to note."""
+
+
+@torch.inference_mode()
+def generate(target: Target, prompt_ids: list[int], *, max_new_tokens: int) -> Decoded:
+    """Greedy `transformers.generate`, with its default cache and every processor off.
+
+    Timed from inside by a streamer: prefill ends when the first token is handed over, decoding
+    when the last one is, so that setting up and leaving `generate` is not held against it.
+    """
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(target.eos_ids) or None,
+        pad_token_id=target.eos_ids[0] if target.eos_ids else 0,
+        repetition_penalty=1.0,
+        use_cache=True,
+    )
+    ids = torch.tensor([prompt_ids], device=target.device)
+    streamer = TokenClock(target)
+    began = time.perf_counter()
+    output = target.model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=config,
+        streamer=streamer,
+    )
+    tokens = output[0, len(prompt_ids) :].tolist()
+    times = streamer.times[1:]  # the first is the prompt's
+    steps = [later - earlier for earlier, later in pairwise(times)]
+    finish: Literal["stop", "length"] = "stop" if tokens[-1] in target.eos_ids else "length"
+    rounds = [Round(0, 0, 1, 0.0, seconds, 0.0) for seconds in steps]
+    return Decoded(tokens, rounds, times[0] - began, times[-1] - times[0], finish)

@@ -1,0 +1,191 @@
+"""Is the output the target's? One teacher-forced pass over prompt and output can tell."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftsmith.drafters.methods import Drafter
+from draftsmith.drafters.projection import slot_logits
+from draftsmith.drafters.sampler import Sampling, standardise
+from draftsmith.drafters.slots import Batch, Head, TargetStates, all_roots
+from draftsmith.drafters.target import Target
+
+TOKENS_AT_ONCE = 8192  # of a padded batch: bounds the memory of a pass
+LOGITS_AT_ONCE = 256  # positions projected to the vocabulary together
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A prompt and what was decoded after it."""
+
+    prompt: list[int]
+    output: list[int]
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """An emitted token that is not the argmax: its place in the output, and by how much it lost."""
+
+    position: int
+    margin: float  # logits
+    best: float  # the winner's logit
+
+    def rounding(self, dtype: torch.dtype) -> float:
+        """The margin that rounding can turn: eight units in the last place of the best logit."""
+        return 8 * torch.finfo(dtype).eps * abs(self.best)
+
+
+@dataclass(frozen=True)
+class LawScore:
+    """Evidence that tokens were drawn from the target's law.
+
+    `excess` sums log p(token) - E[log p] over the output: under the law a martingale, whose
+    variance is `variance`. Favouring likely (drafted) tokens makes it positive. `impossible` counts
+    tokens of p = 0.
+    """
+
+    excess: float
+    variance: float
+    impossible: int
+
+    @property
+    def z(self) -> float:
+        """Standard errors away from the law's own expectation."""
+        return self.excess / math.sqrt(self.variance) if self.variance > 0 else 0.0
+
+    def __add__(self, other: "LawScore") -> "LawScore":
+        return LawScore(
+            self.excess + other.excess,
+            self.variance + other.variance,
+            self.impossible + other.impossible,
+        )
+
+
+def check_greedy(target: Target, prompt: list[int], output: list[int]) -> list[Divergence]:
+    """Tokens of one output that are not the target's argmax at their own context."""
+    return greedy_divergences(target, [Answer(prompt, output)])[0]
+
+
+def greedy_divergences(target: Target, answers: Sequence[Answer]) -> list[list[Divergence]]:
+    """The same for many answers at once, one list each.
+
+    Every token is judged on the output before it, so that one divergence does not count twice.
+    """
+    found: list[list[Divergence]] = [[] for _ in answers]
+    for index, start, logits in output_logits(target, answers):
+        tokens = output_slice(answers[index], start, logits)
+        best = logits.max(dim=-1)
+        margin = best.values - logits.gather(1, tokens[:, None])[:, 0]
+        for at in torch.nonzero(best.indices != tokens)[:, 0].tolist():
+            found[index].append(Divergence(start + at, float(margin[at]), float(best.values[at])))
+    return found
+
+
+def law_score(target: Target, answers: Sequence[Answer], sampling: Sampling) -> LawScore:
+    """How well the outputs fit the law that `sampling` asks for."""
+    total = LawScore(0.0, 0.0, 0)
+    for index, start, logits in output_logits(target, answers):
+        p = standardise(logits.double(), sampling)  # [n, V]
+        tokens = output_slice(answers[index], start, logits)
+        total += score_tokens(p, tokens)
+    return total
+
+
+def score_tokens(p: Tensor, tokens: Tensor) -> LawScore:
+    """The score of tokens [n] under laws p [n, V]."""
+    mine = p.gather(1, tokens[:, None])[:, 0]
+    possible = mine > 0
+    log = p.clamp_min(torch.finfo(p.dtype).tiny).log()
+    mean = (p * log).sum(-1)
+    variance = (p * (log - mean[:, None]) ** 2).sum(-1)
+    excess = mine.clamp_min(torch.finfo(p.dtype).tiny).log() - mean
+    return LawScore(
+        float(excess[possible].sum()), float(variance[possible].sum()), int((~possible).sum())
+    )
+
+
+def output_slice(answer: Answer, start: int, logits: Tensor) -> Tensor:
+    """The emitted tokens that these logits [n, V] belong to."""
+    return torch.tensor(answer.output[start : start + logits.shape[0]], device=logits.device)
+
+
+@torch.no_grad()
+def output_logits(target: Target, answers: Sequence[Answer]) -> Iterator[tuple[int, int, Tensor]]:
+    """Stretches of every output: the answer's index, the stretch's start, fp32 logits [n, V]."""
+    for group in grouped(answers):
+        states = target.states(batch_of(target, [answers[index] for index in group]))
+        for row, index in enumerate(group):
+            first = len(answers[index].prompt) - 1
+            hidden = states.final[row, first : first + len(answers[index].output)]
+            for start in range(0, hidden.shape[0], LOGITS_AT_ONCE):
+                logits = target.logits(hidden[start : start + LOGITS_AT_ONCE])
+                yield index, start, logits.float()
+
+
+@torch.no_grad()
+def first_slot_alpha(
+    target: Target, drafter: Drafter, answers: Sequence[Answer], sampling: Sampling
+) -> float | None:
+    """Leviathan's alpha: mean of p(first slot's best guess) over every context of the outputs.
+
+    A point-mass draft y has sum(min(p, q)) = p(y). A context counts whether or not a round started
+    there.
+    """
+    total, count = 0.0, 0
+    for group in grouped(answers):
+        batch = batch_of(target, [answers[index] for index in group])
+        states = target.states(batch)
+        overlap, n = slot_overlap(target, drafter, batch, states, sampling)
+        total, count = total + overlap, count + n
+    return total / count if count else None
+
+
+def slot_overlap(
+    target: Target, drafter: Drafter, batch: Batch, states: TargetStates, sampling: Sampling
+) -> tuple[float, int]:
+    """Sum of p(first guess) and number of contexts in a batch."""
+    slots = drafter.slots(batch, states, all_roots(batch))
+    groups = torch.nonzero(slots.labels.valid[:, 0])[:, 0]
+    head = slots.head
+    head = Head(head.shared, None if head.own is None else head.own[:1], head.ids)
+    total = 0.0
+    for start in range(0, len(groups), LOGITS_AT_ONCE):
+        chosen = groups[start : start + LOGITS_AT_ONCE]
+        guess = slot_logits(slots.hidden[chosen, :1], head, target.adjust)[:, 0].argmax(-1)  # [n]
+        guess = guess if head.ids is None else head.ids[guess]
+        labels = slots.labels
+        context = states.final[labels.teacher_row[chosen, 0], labels.teacher_position[chosen, 0]]
+        p = standardise(target.logits(context).float(), sampling)  # [n, V]
+        total += float(p.gather(1, guess[:, None]).sum())
+    return total, len(groups)
+
+
+def grouped(answers: Sequence[Answer]) -> Iterator[list[int]]:
+    """Indices of answers of similar length, at most TOKENS_AT_ONCE padded tokens together."""
+    size = [len(answer.prompt) + len(answer.output) for answer in answers]
+    group: list[int] = []
+    for index in sorted(range(len(answers)), key=size.__getitem__):
+        if group and (len(group) + 1) * size[index] > TOKENS_AT_ONCE:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group
+
+
+def batch_of(target: Target, answers: Sequence[Answer]) -> Batch:
+    """One answer a row, padded at the end; outputs are supervised."""
+    length = max(len(answer.prompt) + len(answer.output) for answer in answers)
+    ids = torch.zeros(len(answers), length, dtype=torch.long)
+    documents = torch.full_like(ids, -1)
+    supervised = torch.zeros_like(ids, dtype=torch.bool)
+    for row, answer in enumerate(answers):
+        end = len(answer.prompt) + len(answer.output)
+        ids[row, :end] = torch.tensor(answer.prompt + answer.output)
+        documents[row, :end] = 0
+        supervised[row, len(answer.prompt) : end] = True
+    positions = torch.arange(length).expand_as(ids)  # causal: the padding behind is never seen
+    return Batch(ids, positions, documents, supervised).to(target.device)

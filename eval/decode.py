@@ -1,0 +1,156 @@
+"""The decoding loop: draft, verify in one target pass, accept, commit. Plain decoding is the same
+loop without drafts.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from draftsmith.drafters.methods import Drafter
+from draftsmith.drafters.proposal import Proposal, Verdict
+from draftsmith.drafters.sampler import Sampling
+from draftsmith.drafters.slots import TargetStates
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.tree import Tree
+from draftsmith.eval.verify import choose, verify
+from draftsmith.recipes.errors import UserError
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round. Seconds; `emitted` counts what reached the output (EOS and the token limit cut
+    it).
+    """
+
+    drafted: int
+    accepted: int
+    emitted: int
+    draft_s: float
+    verify_s: float
+    overhead_s: float
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One answer. The first token comes from prefill and belongs to no round."""
+
+    tokens: list[int]
+    rounds: list[Round]
+    prefill_s: float
+    decode_s: float
+    finish: Literal["stop", "length"]
+
+
+@torch.inference_mode()
+def decode(
+    target: Target,
+    drafter: Drafter | None,
+    prompt_ids: list[int],
+    *,
+    sampling: Sampling,
+    max_new_tokens: int,
+    tree: Tree | None = None,
+    seed: int = 0,
+) -> Decoded:
+    """Answer one prompt. `tree` shapes the drafts (given with a drafter). EOS stays in the output."""
+    if not prompt_ids or max_new_tokens < 1:
+        raise UserError(
+            "decoding needs a prompt of at least one token and max_new_tokens of at least 1"
+        )
+    if (drafter is None) != (tree is None):
+        raise UserError("give a drafter and the tree that shapes its drafts, or neither")
+    generator = torch.Generator(target.device).manual_seed(seed)
+    began = clock(target)
+    cache = target.new_cache()
+    prompt = torch.tensor([prompt_ids], device=target.device)
+    states = TargetStates(
+        target.step(prompt, torch.arange(prompt.shape[1], device=target.device)[None], cache)
+    )
+    root = choose(target.logits(states.final[:, -1:]), sampling, generator)[:, 0]  # [1]
+    state = None if drafter is None else drafter.start(states)
+    tokens, rounds = [int(root)], []
+    prefilled = clock(target)
+    while len(tokens) < max_new_tokens and tokens[-1] not in target.eos_ids:
+        start = clock(target)
+        proposal = (
+            empty_proposal(root) if drafter is None else drafter.propose(state, root, need(tree))
+        )
+        drafted = clock(target)
+        length = cache.length
+        hidden = target.step(*layout(root, proposal, tree, length), cache, tree_mask(tree, length))
+        chosen = choose(target.logits(hidden), sampling, generator)
+        verified = clock(target)
+        verdict = verify(proposal, chosen)
+        path = kept_nodes(verdict)
+        cache.keep(length, path)
+        if drafter is not None:
+            state = drafter.commit(state, verdict, TargetStates(hidden[:, path]))
+        root = verdict.next
+        new = cut(
+            [*proposal.tokens[0, path[1:] - 1].tolist(), int(root)],
+            target,
+            max_new_tokens - len(tokens),
+        )
+        tokens.extend(new)
+        accepted = int(verdict.length)
+        times = (drafted - start, verified - drafted, clock(target) - verified)
+        rounds.append(Round(proposal.tokens.shape[1], accepted, len(new), *times))
+    finish: Literal["stop", "length"] = "stop" if tokens[-1] in target.eos_ids else "length"
+    return Decoded(tokens, rounds, prefilled - began, clock(target) - prefilled, finish)
+
+
+def need(tree: Tree | None) -> Tree:
+    """The tree, checked to be there."""
+    assert tree is not None
+    return tree
+
+
+def empty_proposal(root: Tensor) -> Proposal:
+    """No drafts: the round is one plain step."""
+    none = root.new_zeros((root.shape[0], 0))
+    return Proposal(none, none, none.bool())
+
+
+def layout(
+    root: Tensor, proposal: Proposal, tree: Tree | None, length: int
+) -> tuple[Tensor, Tensor]:
+    """Ids and positions [1, M+1] of the verification pass; a node's position is its depth, not its
+    index.
+    """
+    ids = torch.cat([root[:, None], proposal.tokens], dim=1)
+    depth = root.new_zeros(1) if tree is None else torch.cat([root.new_zeros(1), tree.depth])
+    return ids, length + depth[None]
+
+
+def tree_mask(tree: Tree | None, length: int) -> Tensor | None:
+    """[1, 1, M+1, length+M+1] bool: the context and a node's ancestors. A chain is plain causal:
+    None.
+    """
+    if tree is None or tree.is_chain:
+        return None
+    context = tree.visible.new_ones((tree.nodes + 1, length))
+    return torch.cat([context, tree.visible], dim=1)[None, None]
+
+
+def kept_nodes(verdict: Verdict) -> Tensor:
+    """Node ids to keep for the one row there is: the root and its accepted path [P+1]."""
+    path = verdict.path[0, : int(verdict.length)]
+    return torch.cat([path.new_zeros(1), path])
+
+
+def cut(new: list[int], target: Target, room: int) -> list[int]:
+    """What of a round's tokens reaches the output: up to and with the first EOS, at most `room`."""
+    for index, token in enumerate(new[:room]):
+        if token in target.eos_ids:
+            return new[: index + 1]
+    return new[:room]
+
+
+def clock(target: Target) -> float:
+    """Seconds, after the device has finished what it was given."""
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+    return time.perf_counter()

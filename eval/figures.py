@@ -1,0 +1,224 @@
+"""The report's figures. Drawn once; the HTML takes them as SVG, the folder as PNG.
+
+In the SVG the ink is the page's own text colour: figures read on light and dark pages alike.
+"""
+
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from draftsmith.eval.report import ArmReport, Report, TreeChoice
+from draftsmith.eval.tables import drafting
+
+INK, FAINT = "#101112", "#8a8f98"
+COLOURS = ("#3b82c4", "#e08a1e", "#2a9d78", "#b667a8", "#c4554d")
+PARTS = (("draft", "#e08a1e"), ("verify", "#3b82c4"), ("overhead", FAINT))
+STYLE: dict[Any, Any] = {  # matplotlib types its keys as 300 literals
+    "font.size": 9,
+    "font.family": "DejaVu Sans",
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 9,
+    "axes.axisbelow": True,
+    "grid.color": FAINT,
+    "grid.alpha": 0.25,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "svg.fonttype": "path",
+}
+
+
+def draw_figures(report: Report) -> dict[str, Figure]:
+    """Every figure that this report has data for, by name."""
+    with rc_context(STYLE):
+        figures = {
+            "speedup": speedup_figure(report),
+            "acceptance_by_slot": slot_figure(report),
+            "tau_by_category": category_figure(report),
+            "round_breakdown": round_figure(report),
+        }
+        if report.tree is not None and len(report.tree.nodes) > 1:
+            figures["tree_size"] = tree_figure(report.tree)
+        if (training := training_figure(report.training)) is not None:
+            figures["training"] = training
+    return figures
+
+
+def speedup_figure(report: Report) -> Figure:
+    """Measured speedup with its interval, and what the isolated costs predict."""
+    arms = [arm for arm in report.arms if arm.name != arm.baseline]
+    figure, axes = canvas(7.2, 0.9 + 0.42 * len(arms))
+    for row, arm in enumerate(arms):
+        low, high = arm.speedup_interval or (arm.speedup, arm.speedup)
+        bars = [[max(0.0, arm.speedup - low)], [max(0.0, high - arm.speedup)]]
+        axes.barh(row, arm.speedup, height=0.55, color=colour_of(report, arm), alpha=0.85)
+        axes.errorbar(arm.speedup, row, xerr=bars, color=INK, capsize=3, lw=1.2)
+        if arm.predicted_speedup is not None:
+            axes.plot(arm.predicted_speedup, row, "D", mfc="none", mec=INK, ms=6, mew=1.3)
+        axes.annotate(f"{arm.speedup:.2f}x", (0.02, row), va="center", color="white", weight="bold")
+    axes.plot([], [], "D", mfc="none", mec=INK, mew=1.3, ls="", label="predicted from costs alone")
+    axes.errorbar([], [], xerr=[], color=INK, capsize=3, lw=1.2, label="95 % interval")
+    axes.axvline(1.0, color=INK, lw=1, ls=":")
+    axes.set_yticks(range(len(arms)), [plain_text(arm.name) for arm in arms])
+    axes.invert_yaxis()
+    axes.set_xlim(0)
+    axes.set_xlabel("speedup over plain decoding (x)")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.45, 1.32), ncols=2)
+    return figure
+
+
+def slot_figure(report: Report) -> Figure:
+    """Conditional and joint acceptance, each on an axis of its own."""
+    figure = Figure(figsize=(7.2, 2.9), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for arm in drafting(report):
+        slots = range(1, len(arm.conditional_acceptance) + 1)
+        look = {"color": colour_of(report, arm), "marker": "o", "ms": 4, "lw": 1.6}
+        left.plot(slots, percent(arm.conditional_acceptance), label=plain_text(arm.name), **look)
+        right.plot(slots, percent(arm.joint_acceptance), **look)
+    for axes, title in (
+        (left, "conditional: given that it was reached"),
+        (right, "joint: slots 1..k all"),
+    ):
+        axes.set_title(title)
+        axes.set_xlabel("slot k")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(axis="y")
+        axes.set_ylim(0)
+    left.set_ylabel("accepted (%)")
+    figure.legend(loc="outside upper center", ncols=3)
+    return figure
+
+
+def category_figure(report: Report) -> Figure:
+    """Acceptance length by category of prompt."""
+    arms = drafting(report)
+    categories = sorted({category for arm in arms for category in arm.tau_by_category})
+    figure, axes = canvas(7.2, 3.0)
+    width = 0.8 / max(1, len(arms))
+    for number, arm in enumerate(arms):
+        at = [x + width * (number - (len(arms) - 1) / 2) for x in range(len(categories))]
+        # Bars start at 1: a round without any draft yields one token.
+        heights = [arm.tau_by_category.get(category, 1.0) - 1 for category in categories]
+        colour, label = colour_of(report, arm), plain_text(arm.name)
+        axes.bar(at, heights, width * 0.92, bottom=1.0, color=colour, label=label)
+    names = [plain_text(category) for category in categories]
+    axes.set_xticks(range(len(categories)), names, rotation=30, ha="right", rotation_mode="anchor")
+    axes.set_ylabel("tokens per target pass")
+    axes.set_ylim(bottom=1.0)
+    axes.grid(axis="y")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+    return figure
+
+
+def round_figure(report: Report) -> Figure:
+    """Where a round's time goes, beside the plain step that it competes with."""
+    figure, axes = canvas(7.2, 0.9 + 0.36 * len(report.arms))
+    for row, arm in enumerate(report.arms):
+        start = 0.0
+        for part, colour in PARTS:
+            label = part if row == 0 else None
+            axes.barh(
+                row, arm.milliseconds[part], left=start, height=0.6, color=colour, label=label
+            )
+            start += arm.milliseconds[part]
+        tokens = "" if arm.tau_micro is None else f" / {arm.tau_micro:.2f} tokens"
+        axes.annotate(f" {start:.1f} ms{tokens}", (start, row), va="center")
+    axes.set_yticks(range(len(report.arms)), [plain_text(arm.name) for arm in report.arms])
+    axes.invert_yaxis()
+    axes.margins(x=0.25)
+    axes.set_xlim(0)
+    axes.set_xlabel("milliseconds per round (mean)")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.45, 1.25), ncols=3)
+    return figure
+
+
+def tree_figure(tree: TreeChoice) -> Figure:
+    """What the search weighed: tokens per round, and the speedup that they should give."""
+    figure = Figure(figsize=(7.2, 2.7), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    gain = [t * tree.plain_ms / ms for t, ms in zip(tree.tau, tree.round_ms, strict=True)]
+    for axes, values, label in (
+        (left, tree.tau, "tokens per round (held out)"),
+        (right, gain, "predicted speedup (x)"),
+    ):
+        axes.plot(tree.nodes, values, color=COLOURS[0], marker="o", ms=4, lw=1.6)
+        if tree.chosen in tree.nodes:
+            axes.axvline(
+                tree.chosen, color=COLOURS[1], lw=1.4, ls="--", label=f"chosen: {tree.chosen}"
+            )
+        axes.set_xlabel("nodes")
+        axes.set_ylabel(label)
+        axes.grid()
+    right.legend()
+    return figure
+
+
+def training_figure(curve: Sequence[dict[str, float]]) -> Figure | None:
+    """Training loss, and the walk over held-out answers while training."""
+    loss = [(point["step"], point["loss"]) for point in curve if "loss" in point]
+    tau = [(point["step"], point["tau"]) for point in curve if "tau" in point]
+    if not loss and not tau:
+        return None
+    figure = Figure(figsize=(7.2, 2.7), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for axes, points, label in (
+        (left, loss, "training loss"),
+        (right, tau, "held-out tau, chain walk"),
+    ):
+        axes.plot(*zip(*points, strict=True) if points else ([], []), color=COLOURS[0], lw=1.6)
+        axes.set_xlabel("step")
+        axes.set_ylabel(label)
+        axes.grid()
+    return figure
+
+
+def canvas(width: float, height: float) -> tuple[Figure, Axes]:
+    """A figure with one pair of axes; inches."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def percent(rates: Sequence[float | None]) -> list[float]:
+    """Rates for an axis; unknown ones leave a gap."""
+    return [float("nan") if rate is None else 100 * rate for rate in rates]
+
+
+def colour_of(report: Report, arm: ArmReport) -> str:
+    """Grey for baselines, then one colour per drafting arm, the same in every figure."""
+    names = [other.name for other in drafting(report)]
+    return COLOURS[names.index(arm.name) % len(COLOURS)] if arm.name in names else FAINT
+
+
+def plain_text(text: str) -> str:
+    """Text that matplotlib does not read as a formula."""
+    return text.replace("\\", "\\\\").replace("$", "\\$")
+
+
+def save_pngs(figures: dict[str, Figure], folder: Path) -> None:
+    """One PNG per figure, on white."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with rc_context(STYLE):
+        for name, figure in figures.items():
+            figure.savefig(folder / f"{name}.png", dpi=160, facecolor="white")
+
+
+def svg_of(name: str, figure: Figure) -> str:
+    """An <svg> element for an HTML page: no header, ids of its own, the page's ink."""
+    with rc_context({**STYLE, "svg.hashsalt": name}), io.StringIO() as buffer:
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    return text.replace(INK, "currentColor")

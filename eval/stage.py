@@ -1,0 +1,327 @@
+"""The evaluation stage: a trained drafter in, a report out."""
+
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.data.dataset import Document, documents_from_rows, split_held_out
+from draftsmith.data.rows import read_rows
+from draftsmith.drafters.checkpoint import load_drafter, read_metadata, update_metadata
+from draftsmith.drafters.methods import Drafter
+from draftsmith.drafters.sampler import Sampling
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.tree import Tree, chain
+from draftsmith.eval.assemble import arm_report, check_arm, sample_of
+from draftsmith.eval.bench import Arm, BenchPrompt, greedy_arms, measure, sampled_arms
+from draftsmith.eval.costs import measure_costs
+from draftsmith.eval.prompts import evaluation_prompts
+from draftsmith.eval.report import Report, Sample, TreeChoice, Walk, write_report
+from draftsmith.eval.summary import Acceptance, Trial
+from draftsmith.eval.tables import result_table, terminal_table
+from draftsmith.eval.theory import RoundCost
+from draftsmith.eval.training_log import training_curve
+from draftsmith.eval.tune import Calibration, Choice, calibrate, choose_tree, from_json, to_json
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.load import override_recipe
+from draftsmith.recipes.provenance import git_revision, versions
+from draftsmith.recipes.schema import EvalConfig, Recipe
+
+SAMPLES = 4
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is evaluated, and where the report goes."""
+
+    recipe: Recipe
+    target: Target
+    drafter: Drafter
+    folder: Path  # the drafter's
+    report: Path
+    calibration: Calibration
+    log: Path  # training's; need not exist
+
+    @property
+    def kind(self) -> str:
+        """The drafter's name in the arms."""
+        return self.recipe.drafter.kind
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Isolated costs by arm, and the tree that they chose."""
+
+    choice: Choice
+    by_arm: dict[str, RoundCost]
+    context: int
+
+
+def evaluate(recipe: Recipe, run: Path) -> Path:
+    """Measure run/drafter on the evaluation prompts; writes run/report, returns the HTML's path."""
+    set_threads(recipe.eval)
+    folder = run / "drafter"
+    read_metadata(folder)  # before the target's weights are loaded
+    held_out = held_out_documents(recipe, run)
+    target = Target.load(recipe.target)
+    drafter = load_drafter(folder, target)
+    calibration = calibrate(target, drafter, held_out)
+    update_metadata(folder, {"calibration": to_json(calibration)})
+    job = Job(recipe, target, drafter, folder, run / "report", calibration, run / "log.jsonl")
+    return evaluate_job(job)
+
+
+def evaluate_checkpoint(folder: Path, recipe: Recipe | None = None) -> Path:
+    """Measure a drafter from its own folder alone; writes folder/report, returns the HTML's path.
+
+    `recipe` sets the conditions; by default it is the one that the folder carries.
+    """
+    meta = read_metadata(folder)
+    recipe = recipe or stored_recipe(meta, folder)
+    if meta.get("calibration") is None:
+        raise UserError(
+            f"{folder} carries no calibration, which the tree search needs; "
+            "evaluate its run once, which writes it"
+        )
+    calibration = from_json(meta["calibration"], folder)
+    set_threads(recipe.eval)
+    target = Target.load(recipe.target)
+    drafter = load_drafter(folder, target)
+    log = folder.parent / "log.jsonl"
+    return evaluate_job(Job(recipe, target, drafter, folder, folder / "report", calibration, log))
+
+
+def stored_recipe(meta: Mapping[str, Any], folder: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe that a drafter's folder carries, with overrides."""
+    if not isinstance(meta.get("recipe"), dict):
+        raise UserError(f"{folder} carries no recipe; give one beside it")
+    return override_recipe(meta["recipe"], overrides, source=str(folder))
+
+
+def set_threads(config: EvalConfig) -> None:
+    """Torch threads, when the recipe fixes them."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+
+
+def held_out_documents(recipe: Recipe, run: Path) -> list[Document]:
+    """The documents that training did not see."""
+    documents, _ = documents_from_rows(read_rows(run / "rows"), recipe.data)
+    return split_held_out(documents, recipe.data.held_out, recipe.seed)[1]
+
+
+def evaluate_job(job: Job) -> Path:
+    """Costs, tree, measurement, checks, report."""
+    config = job.recipe.eval
+    prompts, dropped = evaluation_prompts(job.target, job.recipe)
+    costs = prepare_costs(job, prompts)
+    arms = arms_of(job, costs.choice.tree)
+    trials = measure(
+        job.target,
+        arms,
+        prompts,
+        max_new_tokens=config.max_new_tokens,
+        repeats=config.repeats,
+        seed=job.recipe.seed,
+    )
+    report = make_report(job, arms, trials, prompts, costs, dropped)
+    path = write_report(report, job.report)
+    print(f"\n{terminal_table(result_table(report))}\n\nreport: {path}")
+    return path
+
+
+def sampling_of(config: EvalConfig) -> Sampling | None:
+    """The sampled arms' law, if there are such arms."""
+    if config.temperature == 0.0:
+        return None
+    return Sampling(config.temperature, config.top_k, config.top_p)
+
+
+def full_chain(job: Job) -> Tree:
+    """The best guess of every slot."""
+    return chain(job.drafter.depth).to(job.target.device)
+
+
+def arms_of(job: Job, tree: Tree) -> list[Arm]:
+    """Greedy arms, and sampled ones where the recipe has a temperature."""
+    straight, sampling = full_chain(job), sampling_of(job.recipe.eval)
+    arms = greedy_arms(job.drafter, job.kind, straight, tree)
+    if sampling is not None:
+        arms += sampled_arms(job.drafter, job.kind, straight, tree, sampling)
+    return arms
+
+
+def prepare_costs(job: Job, prompts: Sequence[BenchPrompt]) -> Costs:
+    """Measure the parts of a round alone, choose the tree, and keep it with the drafter."""
+    config, straight = job.recipe.eval, full_chain(job)
+    lengths = sorted(len(prompt.ids) for prompt in prompts)
+    context = lengths[len(lengths) // 2] + config.max_new_tokens // 2
+    nodes = None if config.tree_nodes == "auto" else config.tree_nodes
+    choice, others = choose_tree(
+        job.target, job.drafter, job.calibration, nodes=nodes, context=context, extra=[straight]
+    )
+    tree = choice.tree
+    update_metadata(job.folder, {"tree": [list(path) for path in tree.paths]})
+    greedy = {straight.paths: others[0], tree.paths: choice.cost}
+    by_arm: dict[str, RoundCost] = {}
+    sampled = sampled_costs(job, [straight, tree], context)
+    for arm in arms_of(job, tree):
+        if arm.tree is not None:
+            by_arm[arm.name] = (greedy if arm.sampling.greedy else sampled)[arm.tree.paths]
+    return Costs(choice, by_arm, context)
+
+
+def sampled_costs(
+    job: Job, trees: Sequence[Tree], context: int
+) -> dict[tuple[tuple[int, ...], ...], RoundCost]:
+    """Costs at the sampled arms' temperature: drawing from V tokens at every node is not free."""
+    sampling = sampling_of(job.recipe.eval)
+    if sampling is None:
+        return {}
+    costs = measure_costs(job.target, job.drafter, trees, context=context, sampling=sampling)
+    return {tree.paths: cost for tree, cost in zip(trees, costs, strict=True)}
+
+
+def make_report(
+    job: Job,
+    arms: Sequence[Arm],
+    trials: Mapping[str, list[Trial]],
+    prompts: Sequence[BenchPrompt],
+    costs: Costs,
+    dropped: Mapping[str, int],
+) -> Report:
+    """Check every arm's output and gather the figures."""
+    reports = []
+    for arm in arms:
+        plain = trials[arm.baseline]
+        verdicts = check_arm(job.target, arm, trials[arm.name], plain, prompts)
+        cost = costs.by_arm.get(arm.name)
+        reports.append(
+            arm_report(job.target, arm, trials[arm.name], plain, verdicts, cost, kind=job.kind)
+        )
+    return Report(
+        name=job.recipe.name,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=shlex.join(sys.argv),
+        versions=dict(entry.split(" ", 1) for entry in versions()),
+        target=job.target.fingerprint,
+        conditions=conditions(job, prompts, costs.context),
+        notes=notes(job, arms, dropped),
+        arms=reports,
+        costs_ms={name: milliseconds(cost) for name, cost in costs.by_arm.items()},
+        walk=walk_of(job.calibration),
+        tree=tree_choice(job.calibration, costs.choice),
+        samples=samples_of(job, arms, trials, prompts),
+        training=training_curve(job.log),
+    )
+
+
+def conditions(job: Job, prompts: Sequence[BenchPrompt], context: int) -> dict[str, str]:
+    """What holds for every arm."""
+    recipe, categories = job.recipe, {prompt.category for prompt in prompts}
+    thinking = recipe.data.thinking
+    return {
+        "prompt set": f"{recipe.data.eval_prompts}, split {recipe.data.eval_split}: "
+        f"{len(prompts)} prompts in {len(categories)} categories",
+        "answers": f"at most {recipe.eval.max_new_tokens} tokens, ended by the target's end tokens",
+        "repeats": f"{recipe.eval.repeats} of every prompt and arm, arms in rotated order",
+        "warm-up": "one short answer per arm, thrown away",
+        "prefill": "not counted, nor is the token it yields; columns that count it say so",
+        "transformers.generate": "timed from its first to its last token by a streamer, "
+        "default cache, every logits processor off",
+        "template": f"{job.target.fingerprint['template']}, thinking "
+        f"{'not passed' if thinking is None else thinking}",
+        "machine": machine(job.target),
+        "engine": "eager PyTorch, batch 1, one process",
+        "cost context": f"after {context} cached tokens",
+        "revision": git_revision(),
+        "seed": str(recipe.seed),
+    }
+
+
+def machine(target: Target) -> str:
+    """The processor or GPU that decoded."""
+    if target.device.type == "cuda":
+        return torch.cuda.get_device_name(target.device)
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text(encoding="utf-8").splitlines() if cpu.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def notes(job: Job, arms: Sequence[Arm], dropped: Mapping[str, int]) -> list[str]:
+    """What a reader must know before quoting a figure."""
+    found = [f"The target's weights: {job.target.fingerprint['origin']}."]
+    if job.target.fingerprint["origin"].startswith("de-quantised"):
+        found.append(
+            "De-quantised weights are not the published ones: figures hold for this target only."
+        )
+    if not any(arm.tree is not None and not arm.tree.is_chain for arm in arms):
+        found.append("The tree search chose a chain: on this machine no branch pays for its node.")
+    if not job.calibration.greedy:
+        found.append("The tree was searched on sampled answers; no held-out answer is greedy.")
+    found.append(
+        "transformers' assisted generation cannot use these heads; it is not among the baselines."
+    )
+    found += [f"{count} evaluation prompts left out: {why}." for why, count in dropped.items()]
+    return found
+
+
+def milliseconds(cost: RoundCost) -> dict[str, float]:
+    """Seconds to milliseconds, by part."""
+    return {
+        "plain": 1000 * cost.plain,
+        "draft": 1000 * cost.draft,
+        "verify": 1000 * cost.verify,
+        "overhead": 1000 * cost.overhead,
+    }
+
+
+def walk_of(calibration: Calibration) -> Walk:
+    """The chain's walk over held-out answers."""
+    return Walk(
+        documents=calibration.documents,
+        rounds=calibration.rounds,
+        tau_micro=calibration.tau_micro,
+        tau_macro=calibration.tau_macro,
+        tau_by_category=calibration.tau_by_category,
+        acceptance=Acceptance(
+            list(calibration.conditional), list(calibration.joint), calibration.reached
+        ),
+    )
+
+
+def tree_choice(calibration: Calibration, choice: Choice) -> TreeChoice | None:
+    """What the search compared; nothing when the recipe fixed the size."""
+    if choice.sizes != calibration.sizes:
+        return None
+    return TreeChoice(
+        nodes=choice.sizes,
+        tau=calibration.tau,
+        round_ms=[1000 * cost.round for cost in choice.costs],
+        plain_ms=1000 * choice.cost.plain,
+        chosen=choice.tree.nodes,
+    )
+
+
+def samples_of(
+    job: Job,
+    arms: Sequence[Arm],
+    trials: Mapping[str, list[Trial]],
+    prompts: Sequence[BenchPrompt],
+) -> list[Sample]:
+    """One answer each of some categories, by the last greedy arm."""
+    arm = [arm for arm in arms if arm.drafter is not None and arm.sampling.greedy][-1]
+    first: dict[str, Trial] = {}
+    for trial in trials[arm.name]:
+        first.setdefault(trial.category, trial)
+    chosen = [first[category] for category in sorted(first)][:SAMPLES]
+    return [sample_of(job.target.tokenizer, arm, t, prompts[t.prompt]) for t in chosen]

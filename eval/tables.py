@@ -1,0 +1,265 @@
+"""The report's tables, as text cells; markdown, HTML and the terminal only lay them out."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from draftsmith.eval.report import ArmReport, Report
+from draftsmith.eval.summary import Percentiles
+
+NONE = "-"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, what it needs said, column names and rows. The first column is left-aligned."""
+
+    title: str
+    note: str
+    header: list[str]
+    rows: list[list[str]]
+
+
+def fixed(value: float | None, digits: int = 2, unit: str = "") -> str:
+    """A number, or a dash where there is none."""
+    return NONE if value is None else f"{value:.{digits}f}{unit}"
+
+
+def share(value: float | None) -> str:
+    """A rate as a percentage."""
+    return NONE if value is None else f"{100 * value:.1f} %"
+
+
+def interval(bounds: tuple[float, float] | None) -> str:
+    """A confidence interval."""
+    return NONE if bounds is None else f"{bounds[0]:.2f} to {bounds[1]:.2f}"
+
+
+def three(values: Percentiles | None, digits: int = 1) -> str:
+    """P50 / P95 / P99."""
+    if values is None:
+        return NONE
+    return " / ".join(f"{value:.{digits}f}" for value in (values.p50, values.p95, values.p99))
+
+
+def megabytes(count: int) -> str:
+    """Bytes in MB, 10^6."""
+    return f"{count / 1e6:.1f} MB"
+
+
+def yes(value: bool | str) -> str:
+    """True and false as words; a string speaks for itself."""
+    return value if isinstance(value, str) else "yes" if value else "NO"
+
+
+def drafts(arm: ArmReport) -> str:
+    """What a round drafts."""
+    if arm.tree is not None:
+        return f"tree, {len(arm.tree)} nodes, depth {arm.draft_tokens}"
+    return NONE if arm.draft_tokens is None else f"chain of {arm.draft_tokens}"
+
+
+def drafting(report: Report) -> list[ArmReport]:
+    """The arms that draft."""
+    return [arm for arm in report.arms if arm.drafter is not None]
+
+
+def result_table(report: Report) -> Table:
+    """What most readers came for."""
+    header = [
+        "arm",
+        "speedup",
+        "95 % interval",
+        "predicted",
+        "tau micro",
+        "tau macro",
+        "tokens/s",
+        "lossless",
+    ]
+    rows = [
+        [
+            arm.name,
+            fixed(arm.speedup, 2, "x"),
+            interval(arm.speedup_interval),
+            fixed(arm.predicted_speedup, 2, "x"),
+            fixed(arm.tau_micro, 3),
+            fixed(arm.tau_macro, 3),
+            fixed(arm.tokens_per_second, 1),
+            yes(arm.lossless),
+        ]
+        for arm in report.arms
+    ]
+    return Table("Result", headline_note(report), header, rows)
+
+
+def headline_note(report: Report) -> str:
+    """The conditions without which the result means nothing."""
+    first = report.arms[0]
+    return (
+        f"Target {report.target['model']} ({first.quantisation}), {first.dtype} on {first.device}, "
+        f"{first.threads} threads, batch {first.batch}; {first.prompts} prompts; prefill not "
+        "counted. "
+        "Speedup is over plain decoding in the same engine at the same temperature."
+    )
+
+
+def condition_table(report: Report) -> Table:
+    """Every condition of every arm."""
+    header = [
+        "arm",
+        "engine",
+        "rule",
+        "temperature",
+        "top-p",
+        "top-k",
+        "drafts",
+        "batch",
+        "dtype",
+        "weights",
+    ]
+    header += ["device", "threads", "prompts", "tokens", "compared with"]
+    rows = [
+        [
+            arm.name,
+            arm.engine,
+            arm.rule,
+            f"{arm.temperature:g}",
+            f"{arm.top_p:g}",
+            str(arm.top_k) if arm.top_k else "off",
+            drafts(arm),
+            str(arm.batch),
+            arm.dtype,
+            arm.quantisation,
+            arm.device,
+            str(arm.threads),
+            str(arm.prompts),
+            str(arm.tokens),
+            arm.baseline,
+        ]
+        for arm in report.arms
+    ]
+    return Table("Conditions", "Tokens are those that were timed.", header, rows)
+
+
+def latency_table(report: Report) -> Table:
+    """Percentiles and the parts of a round."""
+    header = [
+        "arm",
+        "per token P50 / P95 / P99",
+        "per request P50 / P95 / P99",
+        "draft",
+        "verify",
+        "overhead",
+    ]
+    header += ["speedup with prefill"]
+    rows = [
+        [
+            arm.name,
+            three(arm.token_ms),
+            three(arm.request_ms, 0),
+            *(fixed(arm.milliseconds[part], 2) for part in ("draft", "verify", "overhead")),
+            fixed(arm.speedup_with_prefill, 2, "x"),
+        ]
+        for arm in report.arms
+    ]
+    return Table(
+        "Latency in milliseconds", "Draft, verify and overhead are means per round.", header, rows
+    )
+
+
+def slot_table(
+    report: Report, title: str, rates: Callable[[ArmReport], list[float | None]]
+) -> Table:
+    """One kind of acceptance by slot; the two kinds never share a table."""
+    arms = drafting(report)
+    depth = max((len(rates(arm)) for arm in arms), default=0)
+    rows = []
+    for arm in arms:
+        cells = [share(rate) for rate in rates(arm)]
+        rows.append([arm.name, *cells, *[NONE] * (depth - len(cells)), share(arm.alpha)])
+    header = ["arm", *(f"slot {slot}" for slot in range(1, depth + 1)), "alpha"]
+    return Table(title, "", header, rows)
+
+
+def slot_tables(report: Report) -> list[Table]:
+    """Conditional and joint acceptance."""
+    return [
+        slot_table(report, "Conditional acceptance", lambda arm: arm.conditional_acceptance),
+        slot_table(report, "Joint acceptance", lambda arm: arm.joint_acceptance),
+    ]
+
+
+def category_table(report: Report) -> Table:
+    """Acceptance length by category of prompt."""
+    arms = drafting(report)
+    categories = sorted({category for arm in arms for category in arm.tau_by_category})
+    rows = [
+        [category, *(fixed(arm.tau_by_category.get(category), 3) for arm in arms)]
+        for category in categories
+    ]
+    return Table(
+        "Acceptance length by category", "Micro.", ["category", *(arm.name for arm in arms)], rows
+    )
+
+
+def walk_table(report: Report) -> Table:
+    """Simulated beside decoded acceptance length, arm by arm."""
+    rows = [
+        [arm.name, fixed(arm.tau_walk, 3), fixed(arm.tau_micro, 3)]
+        for arm in drafting(report)
+        if arm.tau_walk is not None
+    ]
+    note = (
+        "The walk simulates decoding along the plain arm's answers. Greedy in fp32 it equals "
+        "decoding exactly; in bf16 a near-tie may fall differently in a block than in one step."
+    )
+    return Table("Acceptance length, walked and decoded", note, ["arm", "walked", "decoded"], rows)
+
+
+def cost_table(report: Report) -> Table:
+    """Isolated costs, the ground of the prediction."""
+    parts = ("plain", "draft", "verify", "overhead")
+    rows = [
+        [name, *(fixed(costs[part], 2) for part in parts)]
+        for name, costs in report.costs_ms.items()
+    ]
+    header = ["arm", "plain step", "draft", "verify", "overhead"]
+    note = f"Medians of interleaved runs of each part alone, {report.conditions['cost context']}."
+    return Table("Isolated costs in milliseconds", note, header, rows)
+
+
+def memory_table(report: Report) -> Table:
+    """What the drafter costs to hold."""
+    rows = [
+        [
+            arm.name,
+            megabytes(arm.drafter_bytes["weights"]),
+            str(arm.drafter_bytes["cache_per_token"]),
+        ]
+        for arm in drafting(report)
+    ]
+    return Table("Drafter memory", "", ["arm", "weights", "cache bytes per token"], rows)
+
+
+def detail_tables(report: Report) -> list[Table]:
+    """Everything below the result."""
+    tables = [
+        latency_table(report),
+        *slot_tables(report),
+        category_table(report),
+        walk_table(report),
+    ]
+    tables += [cost_table(report), memory_table(report), condition_table(report)]
+    return [table for table in tables if table.rows]
+
+
+def terminal_table(table: Table) -> str:
+    """Aligned columns for a terminal."""
+    lines: Sequence[list[str]] = [table.header, *table.rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(table.header))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

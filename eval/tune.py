@@ -1,0 +1,129 @@
+"""Which tree to draft: acceptance from held-out answers over costs on this machine."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data.dataset import Document
+from draftsmith.drafters.methods import Drafter
+from draftsmith.drafters.sampler import Sampling
+from draftsmith.drafters.target import Target
+from draftsmith.drafters.tree import Tree, search_tree
+from draftsmith.eval.costs import measure_costs
+from draftsmith.eval.theory import RoundCost, choose_nodes
+from draftsmith.eval.walk import RankTable, WalkResult, rank_table, walk
+from draftsmith.recipes.errors import UserError
+
+SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 63)  # nodes without the root
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What held-out answers say about a drafter; kept in its draftsmith.json."""
+
+    documents: int
+    greedy: bool  # whether the answers are the target's greedy ones
+    accuracy: list[list[float]]  # [K][ranks]: slot k's guess of this rank is right
+    sizes: list[int]
+    tau: list[float]  # walked with the searched tree of each size
+    rounds: int  # of the chain's walk, as what follows
+    tau_micro: float
+    tau_macro: float
+    tau_by_category: dict[str, float]
+    conditional: list[float]
+    joint: list[float]
+    reached: list[int]
+
+    def tree(self, nodes: int) -> Tree:
+        """The searched tree of a size."""
+        return search_tree(self.accuracy, nodes)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The tree that was chosen, and what it was chosen from."""
+
+    tree: Tree
+    sizes: list[int]
+    costs: list[RoundCost]
+    cost: RoundCost  # of the chosen tree
+
+
+def calibrate(target: Target, drafter: Drafter, documents: Sequence[Document]) -> Calibration:
+    """Rank the held-out answers' tokens and walk them with the tree of every size.
+
+    Greedy answers where there are any: greedy decoding is what most of the report measures.
+    """
+    greedy = [document for document in documents if document.greedy]
+    chosen = greedy or list(documents)
+    if not chosen:
+        raise UserError("the tree search needs held-out answers; raise data.held_out")
+    table = rank_table(target, drafter, chosen)
+    accuracy = table.accuracy()
+    trees = {nodes: search_tree(accuracy, nodes) for nodes in SIZES}
+    sizes = [nodes for nodes, tree in trees.items() if tree.nodes == nodes]
+    tau = [walk(table, trees[nodes]).total.tau_micro for nodes in sizes]
+    return make_calibration(table, walk(table), bool(greedy), accuracy, sizes, tau)
+
+
+def make_calibration(
+    table: RankTable,
+    chain: WalkResult,
+    greedy: bool,
+    accuracy: list[list[float]],
+    sizes: list[int],
+    tau: list[float],
+) -> Calibration:
+    """Put the figures into one object."""
+    return Calibration(
+        documents=len(table.documents),
+        greedy=greedy,
+        accuracy=accuracy,
+        sizes=sizes,
+        tau=tau,
+        rounds=chain.total.rounds,
+        tau_micro=chain.total.tau_micro,
+        tau_macro=chain.total.tau_macro,
+        tau_by_category={
+            name: counts.tau_micro for name, counts in sorted(chain.by_category.items())
+        },
+        conditional=chain.total.conditional(),
+        joint=chain.total.joint(),
+        reached=chain.total.reached,
+    )
+
+
+def choose_tree(
+    target: Target,
+    drafter: Drafter,
+    calibration: Calibration,
+    *,
+    nodes: int | None,
+    context: int,
+    extra: Sequence[Tree],
+) -> tuple[Choice, list[RoundCost]]:
+    """The tree with the most tokens per second, or of `nodes` nodes; and costs of `extra` trees."""
+    sizes = calibration.sizes if nodes is None else [nodes]
+    trees = [calibration.tree(size).to(target.device) for size in sizes]
+    costs = measure_costs(target, drafter, [*trees, *extra], context=context, sampling=Sampling())
+    mine, others = costs[: len(trees)], costs[len(trees) :]
+    seconds = {size: cost.round for size, cost in zip(sizes, mine, strict=True)}
+    tau = dict(zip(calibration.sizes, calibration.tau, strict=True))
+    best = sizes.index(choose_nodes(tau, seconds) if nodes is None else nodes)
+    return Choice(trees[best], sizes, mine, mine[best]), others
+
+
+def from_json(value: Mapping[str, Any], folder: Path) -> Calibration:
+    """Read back what `asdict` wrote."""
+    try:
+        return Calibration(**value)
+    except TypeError as error:
+        raise UserError(
+            f"{folder}: its calibration is damaged ({error}); evaluate the run again"
+        ) from error
+
+
+def to_json(calibration: Calibration) -> dict[str, Any]:
+    """For draftsmith.json."""
+    return asdict(calibration)

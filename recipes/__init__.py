@@ -1,0 +1,1 @@
+"""Recipes: one YAML file describes one reproducible run."""

@@ -1,0 +1,136 @@
+"""A recipe's file and command-line overrides -> a checked `Recipe`, and back to text."""
+
+import difflib
+import json
+from collections.abc import Sequence
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.problems import explain
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.text import dump, parse
+
+LARGEST = 1 << 20  # bytes; a recipe is a page of text
+
+
+def load_recipe(path_or_name: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Load a file, or a shipped recipe by its stem. Overrides look like `optim.lr=1e-4`.
+
+    Raises UserError in one line: where, what was given, what is allowed.
+    """
+    text, source = read_text(path_or_name)
+    data = parse(text, source)
+    if data is None:
+        raise UserError(f"{source} is empty; a recipe needs at least name and target.model")
+    if not isinstance(data, dict):
+        raise UserError(f"{source}: a recipe is made of `key: value` lines, this is {kind(data)}")
+    overridden = [apply_override(data, override) for override in overrides]
+    return check(data, source, overridden)
+
+
+def check(data: dict[str, Any], source: str, overridden: Sequence[str] = ()) -> Recipe:
+    """Plain data -> Recipe."""
+    try:
+        text = json.dumps(data)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{source}: values are text, numbers, lists and keys ({error})") from error
+    try:
+        # JSON rules, strictly: a list may become a tuple; "2", 2.0 and true are no whole numbers.
+        return Recipe.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        problems = explain(error, data, Recipe)
+        key, what = problems[0]
+        where = "command line" if key in overridden else source
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise UserError(f"{where}: {key + ': ' if key else ''}{what}{more}") from error
+
+
+def override_recipe(data: dict[str, Any], overrides: Sequence[str], *, source: str) -> Recipe:
+    """A recipe that was kept as plain data (in a checkpoint, say), with changes."""
+    data = dict(data)
+    return check(data, source, [apply_override(data, override) for override in overrides])
+
+
+def read_text(path_or_name: str) -> tuple[str, str]:
+    """The recipe's text, and how to call it in messages."""
+    path = Path(path_or_name).expanduser()
+    try:
+        if path.is_dir():
+            raise UserError(f"{path_or_name} is a folder; give a recipe's .yaml file or name")
+        if path.exists():
+            return read_file(path), path_or_name
+    except OSError as error:
+        raise UserError(f"{path_or_name}: cannot be read ({error.strerror})") from error
+    return read_shipped(path_or_name), path_or_name
+
+
+def read_file(path: Path) -> str:
+    """A recipe's bytes as text."""
+    with open(path, "rb") as file:
+        raw = file.read(LARGEST + 1)
+    if len(raw) > LARGEST:
+        raise UserError(f"{path} is over 1 MB; a recipe is a short YAML file")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text; a recipe is a YAML file") from error
+
+
+def read_shipped(name: str) -> str:
+    """A shipped recipe's text."""
+    shipped = shipped_recipes()
+    stem = name.removesuffix(".yaml").removesuffix(".yml")
+    if name in shipped:
+        return shipped[name].read_text(encoding="utf-8")
+    close = difflib.get_close_matches(Path(stem).name, shipped, n=1)
+    mend = f"did you mean {close[0]}?" if close else f"shipped: {', '.join(sorted(shipped))}"
+    what = "file" if "/" in name or name != stem else "recipe or file"
+    raise UserError(f"no {what} {name}; {mend}")
+
+
+def shipped_recipes() -> dict[str, Traversable]:
+    """Every recipe that comes with draftsmith, by its stem."""
+    found: dict[str, Traversable] = {}
+    folders = [resources.files("draftsmith.recipes")]
+    while folders:
+        for entry in folders.pop().iterdir():
+            if entry.is_dir():
+                folders.append(entry)
+            elif entry.name.endswith(".yaml"):
+                found[entry.name.removesuffix(".yaml")] = entry
+    return found
+
+
+def apply_override(data: dict[str, Any], override: str) -> str:
+    """Set one dotted key in place; returns the key."""
+    key, equals, text = override.partition("=")
+    steps = key.split(".")
+    if not equals or not all(step.isidentifier() for step in steps):
+        raise UserError(f"override {override!r}: write KEY=VALUE, for example optim.lr=1e-4")
+    if not text.strip():
+        raise UserError(f"override {override!r} has no value; write {key}=null for none")
+    value = parse(text, f"override {override!r}")
+    node = data
+    for step in steps[:-1]:
+        child = node.get(step)
+        if child is not None and not isinstance(child, dict):
+            raise UserError(f"override {override!r}: {step} is {kind(child)}, it has no keys below")
+        node[step] = node = dict(child or {})  # a copy: YAML aliases may share one mapping
+    node[steps[-1]] = value
+    return key
+
+
+def kind(value: Any) -> str:
+    """What a YAML value is, in words."""
+    names = {list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
+    return names.get(type(value), type(value).__name__)
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """YAML text with every knob, which `load_recipe` reads back to the same recipe."""
+    return dump(recipe.model_dump(mode="json"))

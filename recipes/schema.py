@@ -1,0 +1,147 @@
+"""Every knob of a recipe, typed. Defaults are the values of the source paper where there is one.
+
+Blocks are frozen and refuse unknown keys; `recipes/load.py` turns pydantic's errors into one clear line.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Block(BaseModel):
+    """A group of knobs: frozen after load, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class TargetConfig(Block):
+    """The language model that is served. It stays frozen."""
+
+    model: str  # built-in name (`smollm2-135m`), local folder, or Hub id
+    revision: str | None = None
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    device: str = "auto"  # auto: cuda where there is one, else cpu
+    trust_remote_code: bool = False
+
+
+class DistilConfig(Block):
+    """How the target answers the prompts (its answers are the training data)."""
+
+    max_new_tokens: Positive = 256
+    temperature: Annotated[float, Field(ge=0.0)] = 0.0  # 0: greedy
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0  # 0: off
+    greedy_share: Fraction = 0.0  # with temperature > 0: this share of the prompts is answered greedily
+    batch_size: Positive = 64
+
+
+class DataConfig(Block):
+    """Prompts, their answers, and how answers become training rows."""
+
+    prompts: str = "starter"  # `starter`, a .jsonl file, a local `datasets` folder, or a Hub data set id
+    split: str = "train"
+    eval_prompts: str = "starter"  # the same choices; `starter` is the shipped evaluation set
+    eval_split: str = "test"
+    grow: Annotated[int, Field(ge=0)] = 0  # prompts that the seeded offline generator adds
+    limit: Positive | None = None  # at most this many training prompts, drawn by the seed
+    thinking: bool | None = None  # passed to the template as `enable_thinking`; None: not passed
+    max_prompt_tokens: Positive = 1024
+    max_length: Positive = 2048  # tokens of a packed row
+    min_supervised_tokens: Positive = 1
+    cut_answers: Literal["keep", "mask_last", "drop"] = "keep"  # answers that ran into max_new_tokens
+    held_out: Annotated[int, Field(ge=1)] = 64  # documents kept away from training, for the walk
+    distil: DistilConfig = DistilConfig()
+
+
+class MedusaConfig(Block):
+    """Medusa heads (Medusa paper, section 3.1): residual blocks on the target's final state."""
+
+    kind: Literal["medusa"] = "medusa"
+    heads: Annotated[int, Field(ge=1, le=16)] = 5
+    # shared: through the frozen head. low_rank: plus a trained low-rank correction per slot.
+    # own: one projection per slot, started from the target's head (the paper's).
+    projection: Literal["shared", "low_rank", "own"] = "shared"
+    rank: Positive = 64  # of low_rank
+    draft_vocab: Positive | None = None  # rows of the head that drafts may use; None: all
+
+
+class ObjectiveConfig(Block):
+    """What the slots are trained for (drafters share one objective)."""
+
+    loss: Literal["ce", "kl", "tv", "lk", "e2e_tv"] = "ce"
+    weights: Literal["geometric", "exponential", "dpace", "list"] = "geometric"
+    decay: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8  # geometric: slot k weighs decay^k (Medusa: 0.8)
+    gamma: Annotated[float, Field(gt=0.0)] = 4.0  # exponential: exp(-(k-1)/gamma) (DFlash)
+    slot_weights: tuple[Annotated[float, Field(ge=0.0)], ...] = ()  # list: one weight per slot
+    dpace_alpha: Fraction = 0.5  # D-PACE's smoothing
+    lk_eta: Annotated[float, Field(ge=0.0)] = 3.0  # LK hybrid's eta
+    temperature: Annotated[float, Field(gt=0.0)] = 1.0  # of kl: both laws, times T^2
+
+    @model_validator(mode="after")
+    def check_weights(self) -> Self:
+        """D-PACE reweights cross-entropy; end-to-end TV has weights of its own."""
+        if self.weights == "dpace" and self.loss != "ce":
+            raise ValueError(f"weights: dpace needs loss: ce, not {self.loss}")
+        if self.weights == "list" and (not self.slot_weights or sum(self.slot_weights) == 0):
+            raise ValueError("weights: list needs slot_weights with a positive sum")
+        return self
+
+
+class OptimConfig(Block):
+    """AdamW, warm-up, and a schedule."""
+
+    lr: Annotated[float, Field(gt=0.0)] = 2e-3  # Medusa's heads
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    clip: Annotated[float, Field(gt=0.0)] = 1.0
+    warmup_steps: Annotated[int, Field(ge=0)] = 40
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    min_lr_share: Fraction = 0.0  # the schedule ends at this share of lr
+    wsd_decay: Fraction = 0.2  # wsd: share of the steps spent decaying
+
+
+class TrainConfig(Block):
+    """How long, how much at once, and what is kept."""
+
+    epochs: Positive = 2
+    max_steps: Positive | None = None  # ends training early; the schedule is stretched over it
+    rows_per_step: Positive = 8  # packed rows of an optimizer step, over all processes
+    rows_per_micro_batch: Positive = 4  # packed rows of one forward; the rest is accumulation
+    precision: Literal["bf16", "fp32"] = "bf16"
+    chunk: Positive = 128  # groups projected to the vocabulary at once
+    log_every: Positive = 10
+    eval_every: Positive = 200
+    save_every: Positive = 200
+    keep_checkpoints: Positive = 2
+    trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
+
+
+class EvalConfig(Block):
+    """What the report measures."""
+
+    prompts: Positive | None = None  # at most this many evaluation prompts, spread over the categories
+    max_new_tokens: Positive = 128
+    repeats: Positive = 1  # timed repeats of every prompt and arm, interleaved
+    tree_nodes: Annotated[int, Field(ge=1, le=63)] | Literal["auto"] = "auto"  # nodes without the root
+    temperature: Annotated[float, Field(ge=0.0)] = 0.0  # > 0 adds a point-mass sampling arm
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    threads: Positive | None = None  # torch threads; None: as torch finds them
+
+
+class Recipe(Block):
+    """One reproducible run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    runs: str = "runs"  # folder that holds the run's folder
+    target: TargetConfig
+    data: DataConfig = DataConfig()
+    drafter: MedusaConfig = MedusaConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()

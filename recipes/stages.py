@@ -1,0 +1,152 @@
+"""Which stages of a run are begun or finished, and with which settings.
+
+`stages/<stage>.json` in the run's folder holds the settings that a stage's outputs depend on.
+Outputs that were made with other settings are refused: nothing is ever mixed or deleted.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files import write_text
+from draftsmith.recipes.schema import Recipe
+
+# Knobs of a block that change what is shown or kept, not the results.
+COSMETIC = (
+    "train.log_every",
+    "train.save_every",
+    "train.keep_checkpoints",
+    "train.trackers",
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a run: what it depends on, and what it leaves."""
+
+    name: str
+    keys: tuple[str, ...]  # dotted keys or blocks of the recipe
+    outputs: tuple[str, ...]  # folders of the run; begun when one of them is there
+    result: str  # the folder without which the stage is not finished
+
+
+ROWS = ("seed", "target", "data.prompts", "data.split", "data.grow", "data.limit", "data.thinking")
+DATA = Stage("data", (*ROWS, "data.max_prompt_tokens", "data.distil"), ("rows",), "rows")
+TRAIN = Stage(
+    "train",
+    ("seed", "target", "data", "drafter", "objective", "optim", "train"),
+    ("checkpoints", "drafter"),
+    "drafter",
+)
+EVAL = Stage("eval", (*TRAIN.keys, "eval"), ("report",), "report")
+STAGES = (DATA, TRAIN, EVAL)
+
+
+def settings(recipe: Recipe, stage: Stage) -> dict[str, Any]:
+    """What the stage's outputs depend on, as dotted key -> value."""
+    knobs = flat(recipe.model_dump(mode="json"))
+    mine = {
+        key: value
+        for key, value in knobs.items()
+        if any(key == part or key.startswith(f"{part}.") for part in stage.keys)
+        and key not in COSMETIC
+    }
+    for key in ("data.prompts", "data.eval_prompts"):
+        path = Path(str(mine.get(key, ""))).expanduser()
+        if key in mine and path.is_file():
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            mine[f"contents of {key}"] = digest[:16]
+    return mine
+
+
+def flat(block: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested blocks as dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in block.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def marker(run: Path, stage: Stage) -> Path:
+    """The stage's marker file."""
+    return run / "stages" / f"{stage.name}.json"
+
+
+def is_finished(recipe: Recipe, run: Path, stage: Stage) -> bool:
+    """Whether the stage's result is there, made with these very settings.
+
+    Raises UserError when there are outputs that were made with others.
+    """
+    here = [run / name for name in stage.outputs if (run / name).exists()]
+    if not here:
+        return False
+    known = read_marker(run, stage)
+    if known is None:
+        raise UserError(
+            f"{here[0]} holds files that no run of draftsmith marked as its own; "
+            "give the recipe another name (name=...) or move them away"
+        )
+    differences = compare(known["settings"], settings(recipe, stage))
+    if differences:
+        raise UserError(
+            f"{here[0]} was made with other settings ({'; '.join(differences)}); "
+            f"give the recipe another name (name=...) or delete {' and '.join(map(str, here))}"
+        )
+    return known["state"] == "finished" and (run / stage.result).exists()
+
+
+def run_stage(
+    recipe: Recipe, run: Path, stage: Stage, work: Callable[[], object], *, main: bool = True
+) -> bool:
+    """Do the stage's work unless it is finished; whether it did. Only `main` writes markers."""
+    if is_finished(recipe, run, stage):
+        return False
+    if main:
+        write_marker(recipe, run, stage, "begun")
+    work()
+    if main:
+        write_marker(recipe, run, stage, "finished")
+    return True
+
+
+def need(recipe: Recipe, run: Path, stage: Stage, command: str) -> None:
+    """Raise UserError unless an earlier stage is finished."""
+    if not is_finished(recipe, run, stage):
+        raise UserError(
+            f"{run / stage.result} is not finished; run `{command}` first, or `draftsmith run`"
+        )
+
+
+def write_marker(recipe: Recipe, run: Path, stage: Stage, state: str) -> None:
+    """Write the marker, atomically."""
+    text = json.dumps({"state": state, "settings": settings(recipe, stage)}, indent=1)
+    write_text(marker(run, stage), text + "\n")
+
+
+def read_marker(run: Path, stage: Stage) -> dict[str, Any] | None:
+    """The marker, if there is one."""
+    path = marker(run, stage)
+    if not path.exists():
+        return None
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        return {"state": known["state"], "settings": dict(known["settings"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} is damaged ({error}); delete {run} or give the recipe another name"
+        ) from error
+
+
+def compare(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """The settings that differ, each as `key: then -> now`; at most four."""
+    absent = "absent"
+    keys = [key for key in {**then, **now} if then.get(key, absent) != now.get(key, absent)]
+    texts = [f"{key}: {then.get(key, absent)} there, {now.get(key, absent)} here" for key in keys]
+    return texts if len(texts) <= 4 else [*texts[:3], f"and {len(texts) - 3} more"]

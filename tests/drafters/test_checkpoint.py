@@ -1,0 +1,170 @@
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.drafters import checkpoint, methods
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import MedusaConfig
+from tests.tiny import tiny_target
+
+CASES = [
+    ("shared", None),
+    ("shared", [1, 5, 9]),
+    ("low_rank", [1, 5, 9]),
+    ("own", None),
+    ("own", [0, 2, 39]),
+]
+
+
+def trained(target, projection="shared", ids=None, heads=3):
+    ids = None if ids is None else torch.tensor(ids)
+    config = MedusaConfig(heads=heads, projection=projection, rank=4)
+    drafter = methods.build(config, target, ids)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    return drafter
+
+
+def save(drafter, target, folder, **extra):
+    meta = {"target": checkpoint.target_metadata(target), **extra}
+    checkpoint.save_drafter(drafter, folder, meta)
+
+
+@pytest.mark.parametrize(("projection", "ids"), CASES)
+def test_what_is_loaded_is_what_was_saved(tmp_path, projection, ids):
+    target = tiny_target(40)
+    drafter = trained(target, projection, ids)
+    save(drafter, target, tmp_path / "drafter", tree=[[0], [0, 1]])
+    again = checkpoint.load_drafter(tmp_path / "drafter", target)
+    assert again.config == drafter.config
+    for name, value in drafter.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+    ids = None if ids is None else torch.tensor(ids)
+    assert again.draft_ids is ids or torch.equal(again.draft_ids, ids)
+    assert checkpoint.read_metadata(tmp_path / "drafter")["tree"] == [[0], [0, 1]]
+    assert sorted(os.listdir(tmp_path)) == ["drafter"]  # nothing temporary is left
+
+
+def test_own_heads_are_what_fasterdecoding_reads(tmp_path):
+    target = tiny_target(40)
+    drafter = trained(target, "own")
+    save(drafter, target, tmp_path / "d")
+    tensors = load_file(tmp_path / "d" / "medusa_lm_head.safetensors")
+    d = target.hidden_size
+    want = {}
+    for i in range(3):
+        want |= {
+            f"{i}.0.linear.weight": (d, d),
+            f"{i}.0.linear.bias": (d,),
+            f"{i}.1.weight": (40, d),
+        }
+    assert {k: tuple(v.shape) for k, v in tensors.items()} == want
+    config = json.loads((tmp_path / "d" / "config.json").read_text())
+    assert config["medusa_num_heads"] == 3 and config["medusa_num_layers"] == 1
+    assert config["medusa_fc_bias"] is True and config["original_lm_head"] is False
+    assert config["vocab_size"] == 40 and config["hidden_size"] == d
+    assert "num_hidden_layers" not in config and "num_attention_heads" not in config
+    x = torch.randn(5, d)
+    block = x + torch.nn.functional.silu(
+        x @ tensors["1.0.linear.weight"].T + tensors["1.0.linear.bias"]
+    )
+    from draftsmith.drafters.projection import slot_logits
+
+    ours = slot_logits(drafter.states(x), drafter.head())[:, 1]
+    torch.testing.assert_close(block @ tensors["1.1.weight"].T, ours)
+
+
+def test_reduced_rows_never_take_the_name_of_a_whole_head(tmp_path):
+    target = tiny_target(40)
+    save(trained(target, "own", [1, 2, 3]), target, tmp_path / "d")
+    keys = load_file(tmp_path / "d" / "medusa_lm_head.safetensors").keys()
+    assert not any(key.endswith(".1.weight") for key in keys)
+    assert json.loads((tmp_path / "d" / "config.json").read_text())["original_lm_head"] is True
+
+
+def test_an_older_drafter_is_replaced_whole(tmp_path):
+    target = tiny_target(40)
+    save(trained(target, heads=2), target, tmp_path / "d")
+    save(trained(target, heads=3), target, tmp_path / "d")
+    assert checkpoint.load_drafter(tmp_path / "d", target).depth == 3
+    assert sorted(os.listdir(tmp_path)) == ["d"]
+
+
+def test_metadata_changes_are_kept(tmp_path):
+    target = tiny_target(40)
+    save(trained(target), target, tmp_path / "d")
+    checkpoint.update_metadata(tmp_path / "d", {"tree": [[0]]})
+    assert checkpoint.read_metadata(tmp_path / "d")["tree"] == [[0]]
+    checkpoint.load_drafter(tmp_path / "d", target)
+
+
+def corrupt_weights(folder):
+    path = folder / "medusa_lm_head.safetensors"
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def nan_weights(folder):
+    path = folder / "medusa_lm_head.safetensors"
+    tensors = load_file(path)
+    tensors["0.0.linear.bias"][0] = float("nan")
+    save_file(tensors, path)
+
+
+def lost_head(folder):
+    path = folder / "medusa_lm_head.safetensors"
+    tensors = {k: v for k, v in load_file(path).items() if not k.startswith("2.")}
+    save_file(tensors, path)
+
+
+def bad_json(folder):
+    (folder / "draftsmith.json").write_text('{"format": 1,')
+
+
+def other_format(folder):
+    (folder / "draftsmith.json").write_text('{"format": 99}')
+
+
+def no_metadata(folder):
+    (folder / "draftsmith.json").unlink()
+
+
+def no_weights(folder):
+    (folder / "medusa_lm_head.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [corrupt_weights, nan_weights, lost_head, bad_json, other_format, no_metadata, no_weights],
+)
+def test_a_damaged_folder_is_one_clear_line(tmp_path, damage):
+    target = tiny_target(40)
+    save(trained(target), target, tmp_path / "d")
+    damage(tmp_path / "d")
+    with pytest.raises(UserError) as caught:
+        checkpoint.load_drafter(tmp_path / "d", target)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_target_is_refused(tmp_path):
+    target = tiny_target(40)
+    save(trained(target), target, tmp_path / "d")
+    with pytest.raises(UserError, match="hidden_size 32 / 16"):
+        checkpoint.load_drafter(tmp_path / "d", tiny_target(40, hidden=16))
+
+
+def test_a_failed_write_leaves_the_old_folder(tmp_path, monkeypatch):
+    target = tiny_target(40)
+    save(trained(target, heads=2), target, tmp_path / "d")
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(OSError, match="No space"):
+        save(trained(target, heads=3), target, tmp_path / "d")
+    assert checkpoint.load_drafter(tmp_path / "d", target).depth == 2
+    assert sorted(os.listdir(tmp_path)) == ["d"]

@@ -1,0 +1,55 @@
+import pytest
+import torch
+
+from draftsmith.drafters import methods
+from draftsmith.drafters.projection import slot_logits
+from draftsmith.drafters.slots import TargetStates
+from draftsmith.drafters.tree import Tree
+from draftsmith.recipes.schema import MedusaConfig
+from tests.tiny import tiny_target
+
+KINDS = ["shared", "low_rank", "own"]
+
+
+@pytest.mark.parametrize("projection", KINDS)
+@pytest.mark.parametrize("ids", [None, torch.tensor([2, 5, 9, 30])], ids=["full", "reduced"])
+def test_every_head_starts_as_the_targets_own(projection, ids):
+    target = tiny_target(40)
+    config = MedusaConfig(heads=3, projection=projection, rank=4)
+    drafter = methods.build(config, target, ids)
+    hidden = torch.randn(7, target.hidden_size)
+    logits = slot_logits(drafter.states(hidden), drafter.head(), target.adjust)
+    want = target.logits(hidden) if ids is None else target.logits(hidden)[:, ids]
+    torch.testing.assert_close(logits, want[:, None].expand_as(logits))
+
+
+@pytest.mark.parametrize("projection", KINDS)
+def test_only_the_drafters_own_parameters_train(projection):
+    target = tiny_target(40, tied=True)
+    drafter = methods.build(MedusaConfig(heads=2, projection=projection, rank=4), target, None)
+    sizes = {name: p.numel() for name, p in methods.trainable(drafter).items()}
+    d, v = target.hidden_size, 40
+    want = {"weight": 2 * d * d, "bias": 2 * d}
+    if projection == "own":
+        want["own"] = 2 * v * d
+    if projection == "low_rank":
+        want |= {"own": 2 * v * 4, "down": 2 * 4 * d}
+    assert sizes == want
+    assert all(p.dtype == torch.float32 for p in drafter.parameters())
+    if projection == "own":  # a copy: training it must not move the target
+        drafter.own.data.add_(1.0)
+        assert not torch.equal(drafter.own[0], target.head_weight)
+
+
+def test_proposals_lay_slot_guesses_out_as_the_tree():
+    target = tiny_target(40)
+    drafter = methods.build(MedusaConfig(heads=2), target, None)
+    with torch.no_grad():
+        drafter.weight.normal_()
+    hidden = torch.randn(1, 3, target.hidden_size)
+    state = drafter.start(TargetStates(hidden))
+    tree = Tree(((0,), (2,), (0, 1), (2, 0)))
+    tokens = drafter.propose(state, torch.tensor([4]), tree).tokens[0].tolist()
+    logits = slot_logits(drafter.states(hidden[:, -1]), drafter.head())[0]
+    order = logits.argsort(dim=-1, descending=True).tolist()
+    assert tokens == [order[0][0], order[0][2], order[1][1], order[1][0]]

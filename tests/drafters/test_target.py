@@ -1,0 +1,198 @@
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
+    MistralConfig,
+    Qwen3NextConfig,
+)
+
+from draftsmith.drafters.slots import Batch
+from draftsmith.drafters.target import Target, describe
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetConfig
+from tests.tiny import tiny_target
+
+SMALL = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    pad_token_id=0,
+    initializer_range=0.3,
+)
+
+
+def target_of(config):
+    torch.manual_seed(0)
+    return Target.from_model(AutoModelForCausalLM.from_config(config).eval(), None, name="t")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CohereConfig(**SMALL, logit_scale=0.25),
+        GraniteConfig(**SMALL, logits_scaling=8.0),
+        Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=3.0),
+    ],
+    ids=["cohere", "granite", "gemma2"],
+)
+def test_logit_scale_and_soft_cap_are_read(config):
+    target = target_of(config)
+    ids = torch.arange(10)[None]
+    want = target.model(input_ids=ids).logits
+    final = target.base(input_ids=ids).last_hidden_state
+    torch.testing.assert_close(target.logits(final), want)
+    raw = torch.nn.functional.linear(final, target.head_weight)
+    assert not torch.allclose(raw, want, atol=1e-2)
+
+
+def test_a_head_that_is_more_than_its_weight_is_refused():
+    model = AutoModelForCausalLM.from_config(CohereConfig(**SMALL, logit_scale=0.25))
+    model.config.logit_scale = 1.0  # as when a family's scale has a name that we do not know
+    with pytest.raises(UserError, match="logits are not its head"):
+        Target.from_model(model, None, name="t")
+
+
+def packed(documents):
+    ids = torch.cat([torch.tensor(d) for d in documents])[None]
+    positions = torch.cat([torch.arange(len(d)) for d in documents])[None]
+    number = torch.cat([torch.full((len(d),), i) for i, d in enumerate(documents)])[None]
+    return Batch(ids, positions, number, torch.ones_like(ids).bool())
+
+
+@pytest.mark.parametrize("sliding", [False, True], ids=["full", "sliding"])
+def test_packed_documents_do_not_see_each_other(sliding):
+    config = MistralConfig(**SMALL, sliding_window=4 if sliding else None)
+    target = target_of(config)
+    a, b, other = [5, 6, 7, 8, 9], [11, 12, 13, 14, 15, 16, 17], [25, 26, 27, 28, 29]
+    together = target.states(packed([a, b])).final[0, 5:]
+    alone = target.states(packed([b])).final[0]
+    changed = target.states(packed([other, b])).final[0, 5:]
+    torch.testing.assert_close(together, alone)
+    torch.testing.assert_close(together, changed)
+
+
+def test_taps_are_layer_outputs():
+    target = tiny_target(layers=3)
+    batch = packed([[20, 21, 22, 23]])
+    states = target.states(batch, taps=(0, 1))
+    hidden = target.base(input_ids=batch.ids, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(states.layers, torch.cat([hidden[1], hidden[2]], dim=-1))
+    for tap in (-1, 2, 3):
+        with pytest.raises(UserError, match=r"0\.\.1"):
+            target.states(batch, taps=(tap,))
+
+
+def test_steps_with_a_cache_equal_one_pass():
+    target = tiny_target()
+    ids = torch.randint(0, 200, (2, 12))
+    whole = target.base(input_ids=ids).last_hidden_state
+    cache = target.new_cache()
+    parts = []
+    for start, end in ((0, 5), (5, 6), (6, 12)):
+        parts.append(target.step(ids[:, start:end], torch.arange(start, end)[None], cache))
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole)
+    cache.crop(7)
+    again = target.step(ids[:, 7:], torch.arange(7, 12)[None], cache)
+    torch.testing.assert_close(again, whole[:, 7:])
+
+
+def test_a_kept_tree_path_is_as_if_it_had_been_fed_alone():
+    target = tiny_target()
+    cache, alone = target.new_cache(), target.new_cache()
+    prompt = torch.tensor([[30, 31, 32]])
+    for one in (cache, alone):
+        target.step(prompt, torch.arange(3)[None], one)
+    visible = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()
+    mask = torch.cat([torch.ones(4, 3).bool(), visible], dim=1)[None, None]
+    nodes = torch.tensor([[40, 41, 42, 43]])
+    hidden = target.step(nodes, torch.tensor([[3, 4, 4, 5]]), cache, mask)
+    cache.keep(3, torch.tensor([0, 2, 3]))
+    path = target.step(torch.tensor([[40, 42, 43]]), torch.tensor([[3, 4, 5]]), alone)
+    torch.testing.assert_close(hidden[:, [0, 2, 3]], path)
+    assert cache.length == alone.length == 6
+    after = [target.step(torch.tensor([[50]]), torch.tensor([[6]]), one) for one in (cache, alone)]
+    torch.testing.assert_close(*after)
+
+
+def test_crop_refuses_what_is_not_there():
+    cache = tiny_target().new_cache()
+    with pytest.raises(ValueError, match="cannot crop"):
+        cache.crop(3)
+
+
+def test_state_that_cannot_be_rolled_back_is_refused():
+    config = Qwen3NextConfig(
+        **SMALL,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+    )
+    with pytest.raises(UserError, match="linear_attention"):
+        target_of(config).new_cache()
+
+
+def test_a_mask_beyond_the_sliding_window_is_refused():
+    target = target_of(MistralConfig(**SMALL, sliding_window=4))
+    cache = target.new_cache()
+    ids = torch.arange(6)[None]
+    with pytest.raises(UserError, match="window of 4"):
+        target.step(ids, ids, cache, torch.ones(1, 1, 6, 6).bool())
+
+
+def test_gpt_neox_names_work_too():
+    small = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}
+    target = target_of(GPTNeoXConfig(**small))
+    assert target.states(packed([[1, 2, 3]]), taps=(0,)).layers.shape == (1, 3, 32)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [("/no/such/folder", "no folder"), ("./also-none", "no folder"), ("a/b/c", "no folder")],
+)
+def test_a_missing_folder_is_one_clear_line(model, says):
+    with pytest.raises(UserError, match=says) as caught:
+        describe(TargetConfig(model=model))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_config_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"config\.json"):
+        Target.load(TargetConfig(model=str(tmp_path)))
+
+
+def test_describe_agrees_with_the_loaded_model(tmp_path):
+    target = tiny_target(tied=True)
+    target.model.save_pretrained(tmp_path)
+    target.tokenizer.save_pretrained(tmp_path)
+    shape = describe(TargetConfig(model=str(tmp_path)))
+    loaded = Target.load(TargetConfig(model=str(tmp_path), dtype="float32"))
+    assert (shape.vocab_size, shape.hidden_size, shape.layers) == (
+        loaded.vocab_size,
+        loaded.hidden_size,
+        loaded.layers,
+    )
+    assert shape.parameters == sum(p.numel() for p in target.model.parameters())
+    assert shape.tied and shape.template == target.tokenizer.chat_template
+    assert torch.equal(loaded.head_weight, target.head_weight)
+    assert not any(p.requires_grad for p in loaded.model.parameters())
+
+
+def test_pickled_weights_are_not_read(tmp_path):
+    target = tiny_target()
+    target.model.config.save_pretrained(tmp_path)
+    target.tokenizer.save_pretrained(tmp_path)
+    torch.save(target.model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="safetensors"):
+        Target.load(TargetConfig(model=str(tmp_path)))

@@ -1,0 +1,191 @@
+"""The real loop on tiny models: greedy equality, the sampled law by enumeration, and cuts."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from draftsmith.drafters import methods
+from draftsmith.drafters.sampler import Sampling, standardise
+from draftsmith.drafters.slots import TargetStates
+from draftsmith.drafters.tree import Tree, chain
+from draftsmith.eval import decode as loop
+from draftsmith.eval.decode import decode
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import MedusaConfig
+from tests.tiny import tiny_target
+
+PROMPT = [20, 21, 22, 23, 24]
+TREES = {
+    "chain": chain(3),
+    "tree": Tree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 2))),
+}
+
+
+def noisy_drafter(target, heads=3, seed=0, draft_ids=None, **changes):
+    """Heads that are right now and then."""
+    drafter = methods.build(MedusaConfig(heads=heads, **changes), target, draft_ids)
+    with torch.no_grad():
+        noise = torch.Generator().manual_seed(seed)
+        for parameter in drafter.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=noise))
+    return drafter.eval()
+
+
+def plain(target, **options):
+    return decode(target, None, PROMPT, **options)
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+def test_greedy_output_is_the_plain_output_token_for_token(tree, dtype):
+    accepted = 0
+    for seed in range(6):
+        target = tiny_target(40, seed=seed, spread=0.15, eos=(), dtype=dtype)
+        options = dict(sampling=Sampling(), max_new_tokens=30)
+        out = decode(target, noisy_drafter(target, seed=seed), PROMPT, tree=tree, **options)
+        assert out.tokens == plain(target, **options).tokens
+        accepted += sum(r.accepted for r in out.rounds)
+    assert accepted > 0  # else the test never took the path it is about
+
+
+def test_plain_output_is_transformers_own():
+    target = tiny_target(40, spread=0.3, eos=())
+    out = plain(target, sampling=Sampling(), max_new_tokens=20)
+    ids = torch.tensor([PROMPT])
+    want = target.model.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    assert out.tokens == want[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5])
+def test_the_token_limit_is_exact(limit):
+    target = tiny_target(40, eos=())
+    out = decode(
+        target,
+        noisy_drafter(target),
+        PROMPT,
+        sampling=Sampling(),
+        max_new_tokens=limit,
+        tree=chain(3),
+    )
+    assert len(out.tokens) == limit and out.finish == "length"
+    assert sum(r.emitted for r in out.rounds) == limit - 1
+
+
+def test_every_token_as_eos_stops_where_plain_decoding_stops():
+    """Declare each produced token to be EOS in turn; EOS also falls inside accepted drafts."""
+    target = tiny_target(40, seed=3, spread=0.15, eos=())
+    target.eos_ids = ()
+    options = dict(sampling=Sampling(), max_new_tokens=24)
+    whole = plain(target, **options).tokens
+    for tree in TREES.values():
+        for token in set(whole):
+            target.eos_ids = (token, 39)
+            want = plain(target, **options)
+            out = decode(target, noisy_drafter(target, seed=3), PROMPT, tree=tree, **options)
+            assert out.tokens == want.tokens == whole[: whole.index(token) + 1]
+            assert out.finish == want.finish == "stop"
+    target.eos_ids = ()
+
+
+def test_a_reduced_draft_vocabulary_drafts_only_its_ids():
+    target = tiny_target(40, eos=())
+    ids = torch.tensor([3, 7, 20, 21, 30])
+    drafter = noisy_drafter(target, draft_ids=ids, projection="own")
+    state = drafter.start(TargetStates(torch.randn(1, 2, 32)))
+    proposal = drafter.propose(state, torch.tensor([1]), TREES["tree"])
+    assert set(proposal.tokens.unique().tolist()) <= set(ids.tolist())
+    options = dict(sampling=Sampling(), max_new_tokens=16)
+    out = decode(target, drafter, PROMPT, tree=chain(3), **options)
+    assert out.tokens == plain(target, **options).tokens
+
+
+class Enumerate:
+    """Replaces the loop's choice by every choice in turn, with its weight under the target's law."""
+
+    def __init__(self):
+        self.script, self.at, self.weight, self.sizes = [], 0, 1.0, []
+
+    def __call__(self, logits, sampling, generator):
+        p = standardise(logits.double(), sampling)[0]  # [M+1, V]
+        tokens = []
+        for law in p:
+            support = law.nonzero()[:, 0].tolist()
+            if self.at == len(self.script):
+                self.script.append(0)
+                self.sizes.append(len(support))
+            token = support[self.script[self.at]]
+            self.weight *= float(law[token])
+            self.at += 1
+            tokens.append(token)
+        return torch.tensor([tokens])
+
+    def next(self):
+        """Advance to the next script; False after the last."""
+        while self.script and self.script[-1] + 1 == self.sizes[-1]:
+            self.script.pop()
+            self.sizes.pop()
+        if not self.script:
+            return False
+        self.script[-1] += 1
+        self.at, self.weight = 0, 1.0
+        return True
+
+
+@pytest.mark.parametrize(
+    ("tree", "limit"),
+    [(chain(1), 3), (chain(2), 2), (Tree(((0,), (1,))), 2), (Tree(((0,), (1,), (0, 0))), 2)],
+    ids=["chain1", "chain2", "siblings", "tree"],
+)
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(1.0), Sampling(0.6, top_k=2), Sampling(1.2, top_p=0.8)],
+    ids=["plain", "top_k", "top_p"],
+)
+def test_the_law_of_the_real_loop_is_the_targets(monkeypatch, tree, limit, sampling):
+    target = tiny_target(3, hidden=16, eos=(), spread=0.3)
+    target.eos_ids = ()
+    drafter = noisy_drafter(target, heads=2)
+    enumerate_choices = Enumerate()
+    monkeypatch.setattr(loop, "choose", enumerate_choices)
+    out = Counter()
+    more = True
+    while more:
+        decoded = decode(
+            target, drafter, [0, 1], sampling=sampling, max_new_tokens=limit, tree=tree
+        )
+        out[tuple(decoded.tokens)] += enumerate_choices.weight
+        more = enumerate_choices.next()
+    want = target_law(target, [0, 1], limit, sampling)
+    assert sum(out.values()) == pytest.approx(1.0)
+    distance = sum(abs(out.get(k, 0.0) - want.get(k, 0.0)) for k in {*out, *want}) / 2
+    assert distance < 1e-5  # fp32 logits
+
+
+def target_law(target, context, left, sampling):
+    if left == 0:
+        return {(): 1.0}
+    final = target.base(input_ids=torch.tensor([context])).last_hidden_state[0, -1]
+    law = standardise(target.logits(final).double(), sampling)
+    return {
+        (token, *rest): float(law[token]) * share
+        for token in range(3)
+        if law[token] > 0
+        for rest, share in target_law(target, [*context, token], left - 1, sampling).items()
+    }
+
+
+def test_sampling_is_repeatable_by_seed():
+    target = tiny_target(40, eos=())
+    options = dict(sampling=Sampling(1.0), max_new_tokens=16, tree=chain(3))
+    drafter = noisy_drafter(target)
+    runs = [decode(target, drafter, PROMPT, seed=seed, **options).tokens for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_bad_calls_are_one_clear_line():
+    target = tiny_target(40)
+    with pytest.raises(UserError, match="at least one token"):
+        decode(target, None, [], sampling=Sampling(), max_new_tokens=4)
+    with pytest.raises(UserError, match="or neither"):
+        decode(target, None, PROMPT, sampling=Sampling(), max_new_tokens=4, tree=chain(1))

@@ -1,0 +1,159 @@
+"""Exactness by enumeration: every draw of the rule, weighted, against the target's own law."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from draftsmith.drafters.proposal import Proposal
+from draftsmith.drafters.sampler import Sampling, standardise
+from draftsmith.drafters.tree import Tree, chain
+from draftsmith.eval.verify import verify
+
+V, LENGTH = 3, 3
+
+TREES = {
+    "chain1": chain(1),
+    "chain2": chain(2),
+    "siblings": Tree(((0,), (1,))),
+    "all": Tree(((0,), (1,), (2,))),
+    "sparse": Tree(((0,), (1,), (0, 0), (1, 0))),
+    "deep": Tree(((0,), (1,), (0, 1), (0, 1, 0))),
+}
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "plain": Sampling(1.0),
+    "cold": Sampling(0.5),
+    "top_k": Sampling(1.0, top_k=2),
+    "top_p": Sampling(1.3, top_p=0.7),
+    "both": Sampling(0.8, top_k=2, top_p=0.9),
+}
+
+
+class ToyModel:
+    """Random logits per context, and random guesses of a drafter per context and slot."""
+
+    def __init__(self, seed, sampling):
+        self.seed, self.sampling = seed, sampling
+
+    def law(self, context):
+        noise = random.Random(f"{self.seed} {context}")
+        logits = torch.tensor([noise.gauss(0, 1) for _ in range(V)], dtype=torch.float64)
+        return standardise(logits, self.sampling).tolist()
+
+    def guesses(self, context, depth):
+        """Ranked tokens of one slot: a permutation, as top-k of a head gives distinct tokens."""
+        noise = random.Random(f"draft {self.seed} {context} {depth}")
+        return noise.sample(range(V), V)
+
+
+def propose(model, context, tree):
+    tokens = [model.guesses(context, len(path))[path[-1]] for path in tree.paths]
+    tokens = torch.tensor([tokens])
+    return Proposal(tokens, tree.parent[None], torch.ones_like(tokens).bool())
+
+
+def node_contexts(context, proposal):
+    """The context at every node: the committed one, then the drafted path to the node."""
+    contexts = [context]
+    for token, parent in zip(proposal.tokens[0].tolist(), proposal.parent[0].tolist(), strict=True):
+        contexts.append((*contexts[parent], token))
+    return contexts
+
+
+def output_law(model, context, tree, left):
+    """Law of the next `left` tokens under rounds of draft and verify, by enumerating every choice."""
+    if left <= 0:
+        return {(): 1.0}
+    proposal = propose(model, context, tree)
+    laws = torch.tensor(
+        [model.law(c) for c in node_contexts(context, proposal)], dtype=torch.float64
+    )  # [M+1, V]
+    chosen = torch.cartesian_prod(*[torch.arange(V)] * len(laws)).reshape(-1, len(laws))
+    weight = laws[torch.arange(len(laws)), chosen].prod(dim=1)
+    rows = chosen.shape[0]
+    many = Proposal(
+        *(part.expand(rows, -1) for part in (proposal.tokens, proposal.parent)),
+        proposal.valid.expand(rows, -1),
+    )
+    verdict = verify(many, chosen)
+    first = Counter()
+    for row in weight.nonzero()[:, 0].tolist():
+        path = verdict.path[row, : int(verdict.length[row])]
+        new = (*proposal.tokens[0, path - 1].tolist(), int(verdict.next[row]))[:left]
+        first[new] += float(weight[row])
+    out = Counter()
+    for new, share in first.items():
+        for rest, more in output_law(model, (*context, *new), tree, left - len(new)).items():
+            out[(*new, *rest)] += share * more
+    return out
+
+
+def target_law(model, context, left):
+    if left == 0:
+        return {(): 1.0}
+    return {
+        (token, *rest): p * share
+        for token, p in enumerate(model.law(context))
+        for rest, share in target_law(model, (*context, token), left - 1).items()
+    }
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_the_output_law_is_the_targets(tree, sampling):
+    for seed in range(2):
+        model = ToyModel(seed, sampling)
+        out, want = output_law(model, (), tree, LENGTH), target_law(model, (), LENGTH)
+        distance = sum(abs(out.get(k, 0.0) - want.get(k, 0.0)) for k in {*out, *want}) / 2
+        assert distance < 1e-12
+
+
+def test_redrawing_after_a_miss_would_be_biased():
+    """The enumeration can fail: emit a fresh draw instead of the drawn token, and the law is off."""
+    model = ToyModel(0, Sampling(1.0))
+    drafted = model.guesses((), 1)[0]
+    p = model.law(())
+    fresh = [p[drafted] * (t == drafted) + (1 - p[drafted]) * p[t] for t in range(V)]
+    assert sum(abs(a - b) for a, b in zip(fresh, p, strict=True)) / 2 > 0.05
+
+
+def proposal_of(tokens, parent, valid=None):
+    tokens = torch.tensor(tokens)
+    valid = torch.ones_like(tokens).bool() if valid is None else torch.tensor(valid).bool()
+    return Proposal(tokens, torch.tensor(parent), valid)
+
+
+def test_a_match_after_a_miss_is_not_accepted():
+    proposal = proposal_of([[1, 9, 3, 4]], [[0, 1, 2, 3]])
+    verdict = verify(proposal, torch.tensor([[1, 2, 3, 4, 5]]))
+    assert verdict.length.tolist() == [1] and verdict.next.tolist() == [2]
+
+
+def test_full_acceptance_takes_the_bonus_of_the_last_node():
+    verdict = verify(proposal_of([[1, 2]], [[0, 1]]), torch.tensor([[1, 2, 7]]))
+    assert verdict.path.tolist() == [[1, 2]] and verdict.next.tolist() == [7]
+
+
+def test_rows_of_a_batch_are_accepted_on_their_own():
+    proposal = proposal_of([[1, 2], [1, 2], [5, 6]], [[0, 1], [0, 0], [0, 1]])
+    chosen = torch.tensor([[1, 2, 7], [2, 8, 9], [0, 6, 3]])
+    verdict = verify(proposal, chosen)
+    assert verdict.length.tolist() == [2, 1, 0]
+    assert verdict.next.tolist() == [7, 9, 0]
+    assert verdict.path.tolist() == [[1, 2], [2, 0], [0, 0]]
+
+
+def test_padding_that_equals_the_chosen_token_is_not_accepted():
+    verdict = verify(proposal_of([[0, 0]], [[0, 1]], [[0, 0]]), torch.tensor([[0, 0, 0]]))
+    assert verdict.length.tolist() == [0] and verdict.next.tolist() == [0]
+
+
+@pytest.mark.parametrize("draw", ["chain", "iid", "without_replacement"])
+def test_draws_that_the_rule_is_not_exact_for_are_refused(draw):
+    tokens = torch.tensor([[1]])
+    q = torch.ones(1, 1, 4) / 4
+    proposal = Proposal(tokens, torch.zeros_like(tokens), tokens.bool(), q, draw)
+    with pytest.raises(ValueError, match="exact for draw 'point'"):
+        verify(proposal, torch.tensor([[1, 1]]))

@@ -1,0 +1,80 @@
+"""The recipes that come with draftsmith."""
+
+from pathlib import Path
+
+import pytest
+
+from draftsmith.recipes.load import dump_recipe, load_recipe, shipped_recipes
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.stages import flat
+from draftsmith.recipes.text import parse
+
+FOLDER = Path(__file__).resolve().parents[2] / "recipes"
+FILES = sorted(FOLDER.rglob("*.yaml"))
+
+# Knobs that change where a run lies and what is shown or kept, not its numbers.
+WITHOUT_EFFECT = {
+    "runs",
+    "target.device",
+    "target.revision",
+    "target.trust_remote_code",
+    "train.save_every",
+    "train.keep_checkpoints",
+    "train.trackers",
+}
+# Knobs that only count when another one has a certain value.
+CONDITIONAL = {
+    "data.distil.top_p": lambda recipe: recipe.data.distil.temperature > 0,
+    "data.distil.top_k": lambda recipe: recipe.data.distil.temperature > 0,
+    "data.distil.greedy_share": lambda recipe: recipe.data.distil.temperature > 0,
+    "drafter.rank": lambda recipe: recipe.drafter.projection == "low_rank",
+    "objective.decay": lambda recipe: recipe.objective.weights == "geometric",
+    "objective.gamma": lambda recipe: recipe.objective.weights == "exponential",
+    "objective.slot_weights": lambda recipe: recipe.objective.weights == "list",
+    "objective.dpace_alpha": lambda recipe: recipe.objective.weights == "dpace",
+    "objective.lk_eta": lambda recipe: recipe.objective.loss == "lk",
+    "objective.temperature": lambda recipe: recipe.objective.loss == "kl",
+    "optim.wsd_decay": lambda recipe: recipe.optim.schedule == "wsd",
+    "eval.top_p": lambda recipe: recipe.eval.temperature > 0,
+    "eval.top_k": lambda recipe: recipe.eval.temperature > 0,
+}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_shipped_recipe_loads_by_file_and_by_name(file: Path) -> None:
+    recipe = load_recipe(str(file))
+    assert recipe == load_recipe(file.stem)
+    assert recipe.name == file.stem
+    assert parse(dump_recipe(recipe), "dumped") == recipe.model_dump(mode="json")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_shipped_recipe_shows_every_knob_that_changes_the_numbers(file: Path) -> None:
+    recipe = load_recipe(str(file))
+    shown = set(flat(parse(file.read_text(encoding="utf-8"), file.name)))
+    idle = {key for key, counts in CONDITIONAL.items() if not counts(recipe)}
+    knobs = set(flat(recipe.model_dump(mode="json")))
+    assert knobs - shown - idle - WITHOUT_EFFECT == set()
+    assert shown & idle == set(), "a knob without effect misleads"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_shipped_recipe_opens_with_command_hardware_time_and_result(file: Path) -> None:
+    lines = file.read_text(encoding="utf-8").splitlines()
+    opening = [line for line in lines[: lines.index("")]]
+    assert all(line.startswith("#") for line in opening)
+    assert any(line.startswith(f"#   draftsmith run {file.stem}") for line in opening)
+    for word in ("# Hardware", "# Time", "# Result"):
+        assert any(line.startswith(word) for line in opening), word
+
+
+def test_names_are_target_method_variant_and_unique() -> None:
+    kinds = {load_recipe(str(file)).drafter.kind for file in FILES}
+    assert all(file.stem.split("_")[1] in kinds for file in FILES)
+    assert len({file.stem for file in FILES}) == len(FILES)
+    assert set(shipped_recipes()) == {file.stem for file in FILES}
+
+
+def test_the_tables_of_this_test_name_real_knobs() -> None:
+    knobs = set(flat(Recipe.model_validate({"name": "x", "target": {"model": "y"}}).model_dump()))
+    assert WITHOUT_EFFECT | set(CONDITIONAL) <= knobs

@@ -1,0 +1,135 @@
+"""What is finished is skipped; what was made with other settings is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.stages import (
+    DATA,
+    EVAL,
+    STAGES,
+    TRAIN,
+    Stage,
+    is_finished,
+    marker,
+    run_stage,
+)
+
+
+def recipe(**changes: Any) -> Recipe:
+    """A recipe with changed blocks."""
+    return Recipe.model_validate({"name": "mine", "target": {"model": "smollm2-135m"}, **changes})
+
+
+def work(run: Path, stage: Stage) -> None:
+    """Leave what the stage would."""
+    (run / stage.result).mkdir(parents=True, exist_ok=True)
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+def test_a_finished_stage_is_not_done_again(tmp_path: Path, stage: Stage) -> None:
+    assert run_stage(recipe(), tmp_path, stage, lambda: work(tmp_path, stage))
+    assert is_finished(recipe(), tmp_path, stage)
+    assert not run_stage(recipe(), tmp_path, stage, lambda: pytest.fail("done twice"))
+
+
+def test_an_interrupted_stage_is_begun_and_not_finished(tmp_path: Path) -> None:
+    def killed() -> None:
+        work(tmp_path, DATA)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_stage(recipe(), tmp_path, DATA, killed)
+    assert not is_finished(recipe(), tmp_path, DATA)
+    assert run_stage(recipe(), tmp_path, DATA, lambda: None)
+    assert is_finished(recipe(), tmp_path, DATA)
+
+
+def test_other_settings_are_refused_begun_or_finished(tmp_path: Path) -> None:
+    other = recipe(data={"distil": {"temperature": 0.7}})
+    with pytest.raises(RuntimeError):
+        run_stage(recipe(), tmp_path, DATA, lambda: break_off(tmp_path))
+    for _ in range(2):
+        with pytest.raises(UserError) as caught:
+            run_stage(other, tmp_path, DATA, lambda: pytest.fail("mixed"))
+        message = str(caught.value)
+        assert "data.distil.temperature: 0.0 there, 0.7 here" in message
+        assert "name=" in message and f"delete {tmp_path / 'rows'}" in message
+        run_stage(recipe(), tmp_path, DATA, lambda: None)
+    assert (tmp_path / "rows").exists()
+
+
+def break_off(run: Path) -> None:
+    """Leave something behind and fail."""
+    work(run, DATA)
+    raise RuntimeError
+
+
+def test_a_deleted_result_is_made_again_with_any_settings(tmp_path: Path) -> None:
+    run_stage(recipe(), tmp_path, DATA, lambda: work(tmp_path, DATA))
+    (tmp_path / "rows").rmdir()
+    assert run_stage(recipe(seed=1), tmp_path, DATA, lambda: work(tmp_path, DATA))
+    assert is_finished(recipe(seed=1), tmp_path, DATA)
+
+
+@pytest.mark.parametrize(
+    ("change", "stages"),
+    [
+        ({"data": {"distil": {"max_new_tokens": 9}}}, (DATA, TRAIN, EVAL)),
+        ({"data": {"held_out": 9}}, (TRAIN, EVAL)),
+        ({"optim": {"lr": 1.0}}, (TRAIN, EVAL)),
+        ({"eval": {"repeats": 3}}, (EVAL,)),
+        ({"train": {"log_every": 1, "trackers": ["wandb"]}}, ()),
+        ({"runs": "elsewhere"}, ()),
+    ],
+    ids=["distil", "held_out", "lr", "repeats", "cosmetic", "place"],
+)
+def test_a_change_touches_the_stages_that_depend_on_it(
+    tmp_path: Path, change: dict[str, Any], stages: tuple[Stage, ...]
+) -> None:
+    for stage in STAGES:
+        run_stage(recipe(), tmp_path, stage, lambda stage=stage: work(tmp_path, stage))
+    for stage in STAGES:
+        if stage in stages:
+            with pytest.raises(UserError):
+                is_finished(recipe(**change), tmp_path, stage)
+        else:
+            assert is_finished(recipe(**change), tmp_path, stage)
+
+
+def test_changed_contents_of_a_prompts_file_count_as_other_settings(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "one"}\n')
+    mine = recipe(data={"prompts": str(prompts)})
+    run_stage(mine, tmp_path, DATA, lambda: work(tmp_path, DATA))
+    prompts.write_text('{"prompt": "two"}\n')
+    with pytest.raises(UserError, match=r"contents of data\.prompts"):
+        is_finished(mine, tmp_path, DATA)
+
+
+def test_files_of_somebody_else_are_left_alone(tmp_path: Path) -> None:
+    work(tmp_path, DATA)
+    with pytest.raises(UserError, match="holds files that no run of draftsmith marked"):
+        is_finished(recipe(), tmp_path, DATA)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"state": "finished"}', '{"state": 1, "settings": 2}']
+)
+def test_a_damaged_marker_is_refused(tmp_path: Path, text: str) -> None:
+    run_stage(recipe(), tmp_path, DATA, lambda: work(tmp_path, DATA))
+    marker(tmp_path, DATA).write_text(text)
+    with pytest.raises(UserError, match="is damaged"):
+        is_finished(recipe(), tmp_path, DATA)
+
+
+def test_settings_are_kept_in_plain_sight(tmp_path: Path) -> None:
+    run_stage(recipe(), tmp_path, DATA, lambda: work(tmp_path, DATA))
+    known = json.loads(marker(tmp_path, DATA).read_text())
+    assert known["state"] == "finished"
+    assert known["settings"]["data.distil.temperature"] == 0.0
+    assert not any(key.startswith(("optim", "eval")) for key in known["settings"])

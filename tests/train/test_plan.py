@@ -1,0 +1,194 @@
+"""The plan: counts that agree with the real thing, and refusals before any weight is loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.drafters.methods import build, trainable
+from draftsmith.drafters.target import TargetShape, describe
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import MedusaConfig, Recipe, TargetConfig
+from draftsmith.train import plan as planning
+from draftsmith.train.plan import (
+    estimate_steps,
+    free_disk,
+    make_plan,
+    render,
+    size,
+    trained_parameters,
+)
+from tests.tiny import tiny_target
+
+GIGABYTE = 1 << 30
+
+
+@pytest.fixture
+def make(tiny_folder: Path, tmp_path: Path):
+    """A recipe for the tiny target with changed blocks."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "question {i}"}}\n' for i in range(20)))
+
+    def make(**changes: Any) -> Recipe:
+        data = {
+            "prompts": str(prompts),
+            "eval_prompts": str(prompts),
+            "max_prompt_tokens": 64,
+            "max_length": 128,
+            "held_out": 4,
+            "distil": {"max_new_tokens": 32},
+            **changes.pop("data", {}),
+        }
+        base = {"name": "mine", "runs": str(tmp_path), "target": {"model": str(tiny_folder)}}
+        return Recipe.model_validate({**base, "data": data, **changes})
+
+    return make
+
+
+@pytest.mark.parametrize("projection", ["shared", "low_rank", "own"])
+@pytest.mark.parametrize("draft_vocab", [None, 100])
+def test_trained_parameters_are_those_of_the_real_heads(
+    projection: str, draft_vocab: int | None
+) -> None:
+    import torch
+
+    target = tiny_target()
+    config = MedusaConfig.model_validate(
+        {"heads": 3, "projection": projection, "rank": 8, "draft_vocab": draft_vocab}
+    )
+    ids = None if draft_vocab is None else torch.arange(draft_vocab)
+    real = sum(parameter.numel() for parameter in trainable(build(config, target, ids)).values())
+    shape = TargetShape(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        layers=target.layers,
+        max_positions=4096,
+        parameters=1,
+        tied=False,
+        template="x",
+    )
+    assert trained_parameters(config, shape) == real
+
+
+def test_the_plan_counts_without_loading_weights(
+    make, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    def loaded(*arguments: object, **options: object) -> None:
+        pytest.fail("weights were loaded")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
+    recipe = make()
+    plan = make_plan(recipe)
+    assert plan.frozen == describe(TargetConfig(model=str(tiny_folder))).parameters
+    assert (plan.prompts, plan.eval_prompts) == (20, 20)
+    assert plan.tokens is not None and 20 * 32 < plan.tokens <= 20 * (32 + 64)
+    text = render(plan, recipe)
+    for word in (f"{plan.trained:,} parameters trained", f"{plan.frozen:,} parameters frozen"):
+        assert word in text
+    assert "at most" in text and "are free" in text
+
+
+def test_steps_are_an_upper_bound_that_max_steps_cuts(make) -> None:
+    recipe = make(train={"epochs": 3, "rows_per_step": 4, "rows_per_micro_batch": 2})
+    assert estimate_steps(recipe, tokens=128 * 4) == 3
+    assert estimate_steps(recipe, tokens=128 * 4 + 1) == 6
+    assert estimate_steps(make(train={"max_steps": 2}), tokens=10**6) == 2
+    assert estimate_steps(recipe, tokens=None) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"drafter": {"draft_vocab": 289}}, "drafter.draft_vocab: 289 is more than the 288 tokens"),
+        ({"drafter": {"projection": "low_rank", "rank": 64}}, "drafter.rank: 64 is more than"),
+        ({"train": {"rows_per_step": 2}}, "train.rows_per_micro_batch: 4 does not divide"),
+        ({"train": {"rows_per_step": 6}}, "train.rows_per_micro_batch: 4 does not divide"),
+        ({"data": {"max_prompt_tokens": 128}}, "data.max_prompt_tokens: 128 leaves no room"),
+        ({"data": {"held_out": 20}}, "data.held_out: 20 documents are kept away"),
+        (
+            {"data": {"distil": {"max_new_tokens": 4096}}},
+            "data.distil.max_new_tokens: prompts of up",
+        ),
+        ({"eval": {"max_new_tokens": 4030}}, "eval.max_new_tokens: prompts of up to 64 tokens"),
+        (
+            {"objective": {"weights": "list", "slot_weights": [1.0, 1.0]}},
+            "objective.slot_weights: 2 given, drafter.heads is 5",
+        ),
+        ({"objective": {"slot_weights": [1.0]}}, "objective.slot_weights: not used with"),
+        ({"target": {"model": "/nowhere"}}, "target.model: no folder /nowhere"),
+        ({"target": {"model": "no/such-model"}}, "target.model: cannot load 'no/such-model'"),
+        ({"data": {"prompts": "/nowhere.jsonl"}}, "/nowhere.jsonl: cannot be read"),
+        ({"data": {"eval_prompts": "/nowhere.jsonl"}}, "/nowhere.jsonl: cannot be read"),
+    ],
+)
+def test_what_cannot_work_is_refused(make, changes: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make_plan(make(**changes))
+    assert line in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_target_without_chat_template_is_refused(make, tmp_path: Path) -> None:
+    from tests.tiny import tiny_model, tiny_tokenizer
+
+    tiny_model().save_pretrained(tmp_path / "bare")
+    tiny_tokenizer(None).save_pretrained(tmp_path / "bare")
+    with pytest.raises(UserError, match="has no chat template"):
+        make_plan(make(target={"model": str(tmp_path / "bare")}))
+
+
+def test_a_folder_without_config_is_refused(make, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        make_plan(make(target={"model": str(tmp_path / "empty")}))
+
+
+def test_a_disk_that_is_too_small_is_refused(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "free_disk", lambda folder: 1000)
+    with pytest.raises(UserError, match=r"of disk and 1 kB are free; free some"):
+        make_plan(make())
+
+
+def test_a_memory_that_is_too_small_is_refused(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "device_memory", lambda recipe: 1000)
+    with pytest.raises(UserError, match="the weights alone need"):
+        make_plan(make())
+
+
+def test_a_tracker_that_is_not_installed_is_refused(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'draftsmith\[wandb\]'"):
+        planning.check_trackers(make(train={"trackers": ["wandb"]}))
+
+
+def test_a_file_where_the_runs_should_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file; give a folder"):
+        free_disk(tmp_path / "file" / "run")
+    assert free_disk(tmp_path / "not" / "yet" / "there") > 0
+
+
+def test_notes_name_what_does_nothing(make) -> None:
+    recipe = make(
+        data={"distil": {"max_new_tokens": 32, "top_p": 0.9, "greedy_share": 0.5}},
+        optim={"warmup_steps": 1000},
+    )
+    notes = "\n".join(make_plan(recipe).notes)
+    assert "data.distil: top_p and top_k do nothing" in notes
+    assert "greedy_share does nothing" in notes
+    assert "optim.warmup_steps (1000) outlasts" in notes
+    assert make_plan(make(optim={"warmup_steps": 0})).notes == ()
+
+
+def test_prompts_on_the_hub_are_not_fetched_for_a_plan(make) -> None:
+    plan = make_plan(make(data={"prompts": "somebody/prompts"}))
+    assert plan.prompts is None and plan.steps is None
+    assert "not known before the prompts are loaded" in render(plan, make())
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(1023, "1 kB"), (5 << 20, "5.0 MB"), (3 * GIGABYTE // 2, "1.5 GB")]
+)
+def test_sizes_are_for_people(count: int, text: str) -> None:
+    assert size(count) == text

@@ -1,0 +1,149 @@
+"""Between a running training and its checkpoints: what is kept, and what must agree on resume."""
+
+import logging
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train import checkpoint
+from draftsmith.train.checkpoint import Snapshot
+from draftsmith.train.progress import flatten
+from draftsmith.train.rng import rng_state, set_rng_state
+from draftsmith.train.setup import Training, fingerprint
+
+log = logging.getLogger(__name__)
+
+FOLDER = "checkpoints"
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+# Knobs that may change between a run and its resumption: these change no weight,
+HARMLESS = (
+    "name",
+    "runs",
+    "eval.",
+    "train.log_every",
+    "train.eval_every",
+    "train.save_every",
+    "train.keep_checkpoints",
+    "train.trackers",
+)
+# and these only the order in which numbers are added up.
+ROUNDING = ("train.rows_per_micro_batch", "train.chunk", "target.device")
+
+
+def save(t: Training) -> None:
+    """Write a checkpoint of this moment. Every process calls it."""
+    t.journal.sync()
+    state = {
+        "epoch": t.step // t.steps_per_epoch,
+        "step_in_epoch": t.step % t.steps_per_epoch,
+        "seconds": t.seconds,
+        "supervised": t.supervised,
+        "meter": t.meter.dump(),
+        "rng": gather_object([rng_state()]),
+        **identity(t),
+    }
+    if t.accelerator.is_main_process:
+        weights = {name: value.detach().cpu() for name, value in t.parameters.items()}
+        snapshot = Snapshot(t.step, weights, moments(t), state)
+        keep = t.recipe.train.keep_checkpoints
+        checkpoint.save(snapshot, t.folder / FOLDER, keep=keep)
+    t.accelerator.wait_for_everyone()
+
+
+def resume(t: Training) -> None:
+    """Go on from the newest checkpoint that is whole, if there is one."""
+    if t.accelerator.is_main_process:
+        checkpoint.tidy(t.folder / FOLDER)
+    t.accelerator.wait_for_everyone()
+    snapshot = checkpoint.latest(t.folder / FOLDER)
+    t.journal.rewind(-1 if snapshot is None else snapshot.step)
+    if snapshot is None:
+        return
+    compare(snapshot.state, identity(t), t)
+    restore(snapshot, t)
+    t.journal.say(f"resumed at step {t.step} of {t.total}")
+
+
+def restore(snapshot: Snapshot, t: Training) -> None:
+    """Weights, moments, counters and random states as they were."""
+    with torch.no_grad():
+        for name, value in t.parameters.items():
+            value.copy_(snapshot.trainables[name])
+    restore_moments(t, snapshot.optimizer)
+    t.step, t.seconds = snapshot.step, snapshot.state["seconds"]
+    t.supervised = snapshot.state["supervised"]
+    t.meter.load(snapshot.state["meter"])
+    states, process = snapshot.state["rng"], t.accelerator.process_index
+    if len(states) == t.accelerator.num_processes:
+        set_rng_state(states[process])
+    else:
+        t.journal.say(
+            f"warning: this run was trained by {len(states)} processes and goes on with "
+            f"{t.accelerator.num_processes}: it is the same up to rounding and random draws"
+        )
+
+
+def moments(t: Training) -> dict[str, Tensor]:
+    """AdamW's state under the names of its parameters; empty before the first step."""
+    return {
+        f"{kind}.{name}": t.optimizer.state[value][kind].detach().cpu()
+        for name, value in t.parameters.items()
+        if value in t.optimizer.state
+        for kind in MOMENTS
+    }
+
+
+def restore_moments(t: Training, tensors: dict[str, Tensor]) -> None:
+    """Give AdamW its state back, in fp32."""
+    names = {id(value): name for name, value in t.parameters.items()}
+    ordered: list[nn.Parameter] = [p for g in t.optimizer.param_groups for p in g["params"]]
+    state = {
+        index: {kind: tensors[f"{kind}.{names[id(value)]}"] for kind in MOMENTS}
+        for index, value in enumerate(ordered)
+        if f"step.{names[id(value)]}" in tensors
+    }
+    t.optimizer.load_state_dict({**t.optimizer.state_dict(), "state": state})
+    kept = [tensor for slots in t.optimizer.state.values() for tensor in slots.values()]
+    wrong = {tensor.dtype for tensor in (*ordered, *kept)} - {torch.float32}
+    assert not wrong, f"weights and moments must be fp32 after resume, found {wrong}"
+
+
+def identity(t: Training) -> dict[str, Any]:
+    """What a checkpoint and the run that resumes it must agree in."""
+    return {
+        "recipe": t.recipe.model_dump(mode="json"),
+        "target": t.target.fingerprint,
+        "data": fingerprint(t.rows.documents),
+    }
+
+
+def compare(was: dict[str, Any], now: dict[str, Any], t: Training) -> None:
+    """Raises UserError for a change that would make this another run."""
+    try:
+        # Knobs that came since then have their defaults.
+        recipe = Recipe.model_validate(was["recipe"]).model_dump(mode="json")
+    except ValidationError:
+        recipe = was["recipe"]
+    before, after = flatten(recipe), flatten(now["recipe"])
+    changes = {
+        name: f"{name} {before.get(name)} -> {after.get(name)}"
+        for name in sorted({*before, *after})
+        if before.get(name) != after.get(name) and not name.startswith(HARMLESS)
+    }
+    rounding = [changes.pop(name) for name in ROUNDING if name in changes]
+    if was["target"] != now["target"]:
+        changes["target"] = f"the target {was['target']} -> {now['target']}"
+    if was["data"] != now["data"]:
+        changes["data"] = "the training rows"
+    if changes:
+        raise UserError(
+            f"{t.folder} was started with another recipe; changed: {'; '.join(changes.values())}; "
+            "undo that, or choose another name to start a new run"
+        )
+    if rounding:
+        t.journal.say(f"warning: {'; '.join(rounding)}: the same run, but only up to rounding")

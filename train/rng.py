@@ -1,0 +1,54 @@
+"""Random number states of a process, as plain JSON values."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def rng_state() -> dict[str, Any]:
+    """States of the generators of Python, NumPy, torch and, where it is in use, CUDA."""
+    version, internal, gauss = random.getstate()
+    kind, keys, at, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": [version, list(internal), gauss],
+        "numpy": [str(kind), [int(key) for key in keys], int(at), int(has_gauss), float(cached)],
+        "torch": to_hex(torch.random.get_rng_state()),
+    }
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = to_hex(torch.cuda.get_rng_state())
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Continue where `rng_state` was called."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, at, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), at, has_gauss, cached))
+    torch.random.set_rng_state(from_hex(state["torch"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(from_hex(state["cuda"]))
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Give the generators back as they were."""
+    state = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)
+
+
+def to_hex(state: torch.Tensor) -> str:
+    """A byte tensor as text."""
+    return bytes(state.tolist()).hex()
+
+
+def from_hex(text: str) -> torch.Tensor:
+    """The byte tensor that `to_hex` was given."""
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)

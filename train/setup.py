@@ -1,0 +1,177 @@
+"""From a recipe and its rows to everything that the training loop holds."""
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import set_seed
+from torch import Tensor, nn
+
+from draftsmith.data.dataset import Document, PackedRows, documents_from_rows, split_held_out
+from draftsmith.data.rows import read_rows
+from draftsmith.data.vocab import most_frequent
+from draftsmith.drafters.medusa import MedusaHeads
+from draftsmith.drafters.methods import build, trainable
+from draftsmith.drafters.projection import Sums
+from draftsmith.drafters.slots import Batch, TargetStates, all_roots, label_slots
+from draftsmith.drafters.target import Target, pick_device
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import OptimConfig, Recipe
+from draftsmith.train.objective import Objective
+from draftsmith.train.progress import Journal, Meter
+
+
+class SlotLoss(nn.Module):
+    """The drafter under its objective: the one module that data parallelism wraps."""
+
+    def __init__(self, drafter: MedusaHeads, target: Target, recipe: Recipe) -> None:
+        super().__init__()
+        self.drafter, self.target, self.chunk = drafter, target, recipe.train.chunk
+        self.objective = Objective(recipe.objective, drafter.depth)
+
+    def denominator(self, batch: Batch) -> Tensor:
+        """What this batch adds to the step's denominator; scalar."""
+        labels = label_slots(batch, all_roots(batch), self.drafter.depth)
+        return self.objective.denominator(labels, self.drafter.head())
+
+    def forward(self, batch: Batch, states: TargetStates, *, metrics: bool) -> tuple[Tensor, Sums]:
+        """The batch's loss, summed and not yet divided, and its metrics as sums and counts."""
+        slots = self.drafter.slots(batch, states, all_roots(batch))
+        return self.objective(slots, states, self.target, chunk=self.chunk, metrics=metrics)
+
+
+@dataclass
+class Training:
+    """A run while it trains. `step` counts the optimizer steps taken."""
+
+    recipe: Recipe
+    folder: Path
+    accelerator: Accelerator
+    target: Target
+    drafter: MedusaHeads
+    loss: SlotLoss
+    model: nn.Module  # `loss`, wrapped when there are several processes
+    optimizer: AcceleratedOptimizer
+    rows: PackedRows
+    held_out: list[Document]
+    journal: Journal
+    meter: Meter
+    step: int = 0
+    seconds: float = 0.0  # spent in steps
+    supervised: int = 0  # tokens learned from, up to the last log line
+    grad_norm: float = 0.0
+    parameters: dict[str, nn.Parameter] = field(init=False)
+    steps_per_epoch: int = field(init=False)
+    total: int = field(init=False)  # steps of the whole run
+    planned: tuple[int, list[list[int]]] = field(init=False)  # an epoch and its steps
+
+    def __post_init__(self) -> None:
+        self.parameters = trainable(self.drafter)
+        self.planned = (0, self.plan(0))
+        self.steps_per_epoch = len(self.planned[1])
+        config = self.recipe.train
+        self.total = min(config.epochs * self.steps_per_epoch, config.max_steps or sys.maxsize)
+
+    def plan(self, epoch: int) -> list[list[int]]:
+        """Rows of every step of an epoch: a function of the seed and the epoch alone."""
+        return self.rows.steps(epoch, self.recipe.train.rows_per_step, self.recipe.seed)
+
+    def next_rows(self) -> list[int]:
+        """Rows of the step to be taken, for all processes together."""
+        epoch, index = divmod(self.step, self.steps_per_epoch)
+        if self.planned[0] != epoch:
+            self.planned = (epoch, self.plan(epoch))
+        return self.planned[1][index]
+
+
+def prepare(recipe: Recipe, run: Path) -> Training:
+    """Load the target and the rows, build the drafter and its optimizer. Raises UserError."""
+    accelerator = start_processes(recipe)
+    journal = Journal(recipe, run, main=accelerator.is_main_process)
+    documents, dropped = documents_from_rows(read_rows(run / "rows"), recipe.data)
+    for reason, number in sorted(dropped.items()):
+        journal.say(f"{number} rows dropped: {reason}")
+    if not documents:
+        raise UserError(
+            f"{run / 'rows'}: no row is left to train on ({dict(dropped)}); "
+            "relax data.max_length, data.min_supervised_tokens or data.cut_answers"
+        )
+    training, held_out = split_held_out(documents, recipe.data.held_out, recipe.seed)
+    target = Target.load(recipe.target)
+    set_seed(recipe.seed)
+    drafter = build(recipe.drafter, target, draft_ids(recipe, target, training))
+    loss = SlotLoss(drafter, target, recipe)
+    model, optimizer = accelerator.prepare(loss, adamw(trainable(drafter), recipe.optim))
+    return Training(
+        recipe=recipe,
+        folder=run,
+        accelerator=accelerator,
+        target=target,
+        drafter=drafter,
+        loss=loss,
+        model=model,
+        optimizer=optimizer,
+        rows=PackedRows(training, recipe.data.max_length),
+        held_out=held_out,
+        journal=journal,
+        meter=Meter(accelerator, target.device),
+    )
+
+
+def start_processes(recipe: Recipe) -> Accelerator:
+    """The processes that train together; one unless a launcher started more."""
+    device = pick_device(recipe.target.device)
+    # Buffers are frozen rows of the target's head: equal everywhere, and large.
+    parallel = DistributedDataParallelKwargs(broadcast_buffers=False)
+    accelerator = Accelerator(
+        cpu=device.type == "cpu",
+        device_placement=False,
+        mixed_precision="no",  # the loop casts by itself
+        kwargs_handlers=[parallel],
+    )
+    if accelerator.num_processes > 1 and device.index is not None:
+        raise UserError(
+            f"target.device: {recipe.target.device} is one device and there are "
+            f"{accelerator.num_processes} processes; use auto"
+        )
+    return accelerator
+
+
+def draft_ids(recipe: Recipe, target: Target, documents: Sequence[Document]) -> Tensor | None:
+    """The reduced draft vocabulary, counted on the training data; None for the whole."""
+    size = recipe.drafter.draft_vocab
+    if size is None:
+        return None
+    return torch.tensor(most_frequent(documents, size, target.vocab_size, always=target.eos_ids))
+
+
+def adamw(parameters: dict[str, nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW on the drafter's own weights, which are fp32; biases and norms are not decayed."""
+    wrong = [name for name, value in parameters.items() if value.dtype != torch.float32]
+    assert not wrong, f"trained weights must be fp32: {wrong}"
+    free = {name for name, value in parameters.items() if value.ndim < 2 or name.endswith("bias")}
+    decayed = [value for name, value in parameters.items() if name not in free]
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": [parameters[name] for name in sorted(free)], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=config.betas,
+        fused=True,  # in one pass; on CPU and CUDA repeatable bit for bit
+    )
+
+
+def fingerprint(documents: Sequence[Document]) -> str:
+    """Digest of what is trained on: ids and their supervision, in order."""
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(array("q", document.ids).tobytes() + bytes(document.supervised) + b";")
+    return digest.hexdigest()

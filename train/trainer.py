@@ -1,0 +1,144 @@
+"""The training loop: a recipe and its rows to a drafter, resumable at any moment."""
+
+import contextlib
+import dataclasses
+import math
+import time
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from draftsmith.drafters.checkpoint import save_drafter, target_metadata
+from draftsmith.drafters.slots import Batch
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train.checkpoint import cannot_write
+from draftsmith.train.resume import resume, save
+from draftsmith.train.schedule import lr_share
+from draftsmith.train.setup import Training, prepare
+from draftsmith.train.watch import evaluate, introduce, log_step
+
+
+def train(recipe: Recipe, run: Path) -> Path:
+    """Train on run/rows, going on from where the run stopped; returns run/drafter.
+
+    `accelerate launch` or torchrun start it on several devices. Raises UserError.
+    """
+    training = prepare(recipe, run)
+    try:
+        resume(training)
+        introduce(training)
+        fit(training)
+        return finish(training)
+    finally:
+        training.journal.close()
+
+
+def fit(t: Training) -> None:
+    """Take the steps that are left."""
+    config = t.recipe.train
+    t.journal.open(t.total, done=t.step)
+    while t.step < t.total:
+        take_step(t)
+        if is_due(t, config.log_every):
+            log_step(t)
+        if is_due(t, config.eval_every):
+            evaluate(t)
+        if is_due(t, config.save_every):
+            save(t)
+        t.journal.advance()
+
+
+def is_due(t: Training, every: int, *, ahead: int = 0) -> bool:
+    """Whether what is done `every` so many steps, and at the end, is due `ahead` steps on."""
+    step = t.step + ahead
+    return step % every == 0 or step == t.total
+
+
+def take_step(t: Training) -> None:
+    """One optimizer step over all processes' rows; none is taken where nothing is supervised."""
+    began = time.perf_counter()
+    share = lr_share(t.step, t.total, t.recipe.optim)
+    for group in t.optimizer.param_groups:
+        group["lr"] = t.recipe.optim.lr * share
+    batches = micro_batches(t)
+    # Counted before any forward and over all processes: the loss does not depend on how rows are
+    # spread over micro-batches and processes, and all processes skip an empty step together.
+    own = torch.stack([t.loss.denominator(batch) for batch in batches]).sum()
+    denominator = t.accelerator.reduce(own, reduction="sum")
+    if denominator > 0:
+        for batch in batches:
+            last = batch is batches[-1]
+            with contextlib.nullcontext() if last else t.accelerator.no_sync(t.model):
+                backward(t, batch, denominator)
+        apply_gradients(t)
+    count(t, batches, own, seconds=time.perf_counter() - began, skipped=not denominator > 0)
+    t.step += 1
+
+
+def micro_batches(t: Training) -> list[Batch]:
+    """This process's share of the step's rows. One without any takes an unsupervised row along."""
+    rows, size = t.next_rows(), t.recipe.train.rows_per_micro_batch
+    own = rows[t.accelerator.process_index :: t.accelerator.num_processes]
+    if not own:
+        batch = t.rows.batch(rows[:1]).to(t.target.device)
+        return [dataclasses.replace(batch, supervised=torch.zeros_like(batch.supervised))]
+    pieces = [own[i : i + size] for i in range(0, len(own), size)]
+    return [t.rows.batch(piece).to(t.target.device) for piece in pieces]
+
+
+def backward(t: Training, batch: Batch, denominator: Tensor) -> None:
+    """Add a micro-batch's share of the step's gradient."""
+    states = t.target.states(batch)
+    bf16 = t.recipe.train.precision == "bf16"
+    metrics = is_due(t, t.recipe.train.log_every, ahead=1)
+    with torch.autocast(t.target.device.type, torch.bfloat16, enabled=bf16):
+        loss, sums = t.model(batch, states, metrics=metrics)
+    # Gradients are averaged over processes, the loss is a sum over them.
+    t.accelerator.backward(loss * t.accelerator.num_processes / denominator)
+    if "overlap" in sums:  # which only some steps have
+        sums = {**sums, "overlap_valid": sums["valid"], "overlap_groups": sums["groups"]}
+    t.meter.add(sums)
+
+
+def apply_gradients(t: Training) -> None:
+    """Clip and step. Raises UserError for a gradient that is not finite; nothing has moved then."""
+    norm = float(torch.nn.utils.clip_grad_norm_(t.parameters.values(), t.recipe.optim.clip))
+    if not math.isfinite(norm):
+        raise UserError(
+            f"the gradient of step {t.step + 1} is not finite ({norm}): training diverged; "
+            f"lower optim.lr ({t.recipe.optim.lr}), raise optim.warmup_steps, "
+            "or use train.precision: fp32"
+        )
+    t.optimizer.step()
+    t.optimizer.zero_grad(set_to_none=True)
+    t.grad_norm = norm
+
+
+def count(t: Training, batches: list[Batch], own: Tensor, *, seconds: float, skipped: bool) -> None:
+    """Add a step to the counters; what all processes share is counted by the main one."""
+    main = float(t.accelerator.is_main_process)
+    shared = {"skipped": main * skipped, "seconds": main * seconds}
+    t.meter.add({name: torch.tensor(value) for name, value in shared.items()})
+    supervised = torch.stack([batch.supervised.sum() for batch in batches]).sum()
+    tokens = torch.stack([(batch.documents >= 0).sum() for batch in batches]).sum()
+    t.meter.add({"denominator": own, "tokens": tokens, "supervised": supervised})
+    t.seconds += seconds
+
+
+def finish(t: Training) -> Path:
+    """Write the drafter in its native format."""
+    folder = t.folder / "drafter"
+    if t.accelerator.is_main_process:
+        recipe = t.recipe.model_dump(mode="json")
+        metadata = {"target": target_metadata(t.target), "recipe": recipe, "steps": t.step}
+        try:
+            save_drafter(t.drafter, folder, metadata)
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{cannot_write(folder, error)}; training is finished and kept"
+            ) from error
+    t.accelerator.wait_for_everyone()
+    return folder

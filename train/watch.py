@@ -1,0 +1,96 @@
+"""What is watched while a drafter trains: a sample first, then curves and held-out walks."""
+
+from typing import Any
+
+from torch import Tensor
+
+from draftsmith.data.render import sample_text
+from draftsmith.eval.walk import rank_table, walk
+from draftsmith.train.rng import undisturbed
+from draftsmith.train.schedule import lr_share
+from draftsmith.train.setup import Training
+
+
+def introduce(t: Training) -> None:
+    """What will be trained, and on what."""
+    sample = t.rows.documents[0]
+    t.journal.say(sample_text(t.target.tokenizer, sample.ids, sample.supervised))
+    trained = sum(value.numel() for value in t.parameters.values())
+    frozen = sum(value.numel() for value in t.target.model.parameters())
+    t.journal.say(
+        f"{len(t.rows.documents)} documents in {len(t.rows)} rows, {t.rows.tokens:,} tokens, "
+        f"{t.rows.supervised / t.rows.tokens:.0%} supervised; {len(t.held_out)} held out"
+    )
+    t.journal.say(f"{trained:,} trainable parameters (drafter), {frozen:,} frozen (target)")
+    t.journal.say(f"{t.total} steps, {t.step} of them done")
+
+
+def log_step(t: Training) -> None:
+    """Write what happened since the last log line, and start counting anew."""
+    total = t.meter.total()
+    t.meter.sums = {}
+    t.supervised += int(total["supervised"])
+    learned = total["denominator"] > 0
+    record = {
+        "kind": "train",
+        "step": t.step,
+        "epoch": (t.step - 1) // t.steps_per_epoch,
+        "loss": float(total["loss"] / total["denominator"]) if learned else None,
+        "lr": t.recipe.optim.lr * lr_share(t.step - 1, t.total, t.recipe.optim),
+        "grad_norm": t.grad_norm,
+        "supervised_tokens": t.supervised,
+        "skipped_steps": int(total["skipped"]),
+        "tokens_per_second": float(total["tokens"] / total["seconds"]),
+        "seconds": t.seconds,
+    }
+    t.journal.write({**record, **(curves(total) if learned else {})})
+
+
+def curves(total: dict[str, Tensor]) -> dict[str, Any]:
+    """Per slot: how often it is right where all before it are, and its overlap with the teacher."""
+    found = {
+        "conditional_hit_rate": ratios(total["joint_hits"], total["reached"]),
+        "uniform_hit_length": uniform_length(total["joint_hits"], total["groups"]),
+    }
+    if "overlap" in total:
+        found["overlap"] = ratios(total["overlap"], total["overlap_valid"])
+        found["uniform_overlap_length"] = uniform_length(
+            total["joint_overlap"], total["overlap_groups"]
+        )
+    return found
+
+
+def ratios(part: Tensor, whole: Tensor) -> list[float]:
+    """Ratios of counts; 0 where nothing was counted."""
+    return (part / whole.clamp(min=1)).tolist()
+
+
+def uniform_length(joint: Tensor, groups: Tensor) -> float:
+    """1 + the sum over slots of the mean joint hit or overlap: a curve over all roots, no tau."""
+    return float(1 + (joint / groups.clamp(min=1)).sum())
+
+
+def evaluate(t: Training) -> None:
+    """Walk the held-out answers; training goes on as if nothing had happened."""
+    if t.accelerator.is_main_process:
+        with undisturbed():
+            table = rank_table(
+                t.target,
+                t.drafter,
+                t.held_out,
+                rows=t.recipe.train.rows_per_micro_batch,
+                chunk=t.recipe.train.chunk,
+                max_length=t.recipe.data.max_length,
+            )
+        result = walk(table)
+        categories = sorted(result.by_category.items())
+        record = {
+            "kind": "held_out",
+            "step": t.step,
+            "tau": result.total.tau_micro,
+            "tau_macro": result.total.tau_macro,
+            "conditional_acceptance": result.total.conditional(),
+            "tau_by_category": {name: counts.tau_micro for name, counts in categories},
+        }
+        t.journal.write(record)
+    t.accelerator.wait_for_everyone()
