@@ -121,7 +121,7 @@ class Picks:
 
     def __call__(self, logits: Tensor, rows: Tensor, step: int) -> Tensor:
         """Next tokens [b] for logits [b, V] of these rows of the batch."""
-        best = logits.argmax(dim=-1)
+        best = logits.max(dim=-1).indices  # argmax of bf16 is four times slower on CPUs
         if self.sampling.greedy:
             return best
         at = self.sampled[rows].nonzero()[:, 0]

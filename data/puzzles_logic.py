@@ -1,7 +1,7 @@
-"""Seeded reasoning and code-reading prompts. Puzzles with a claimed answer are built from that answer."""
+"""Seeded prompts that ask for reasoning, or for reading a few lines of code."""
 
 from collections.abc import Callable, Sequence
-from itertools import product
+from itertools import pairwise, product
 from random import Random
 
 from draftsmith.data.puzzles_math import NAMES
@@ -11,9 +11,23 @@ Task = Callable[[Random], str]
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 WORDS = (
     *("lantern", "harbour", "pepper", "window", "thunder", "meadow", "copper", "saddle", "puzzle"),
-    *("orchard", "velvet", "compass", "biscuit", "feather", "glacier", "marble", "pillow", "rocket"),
+    *(
+        "orchard",
+        "velvet",
+        "compass",
+        "biscuit",
+        "feather",
+        "glacier",
+        "marble",
+        "pillow",
+        "rocket",
+    ),
     *("sandal", "teapot", "walnut", "anchor", "button", "canyon", "dagger", "engine", "fossil"),
     *("garlic", "hammer", "island", "jacket", "kettle", "ladder", "mirror", "needle", "oyster"),
+)
+KINDS = (
+    *("painters", "sailors", "early risers", "chess players", "cyclists", "dentists", "poets"),
+    *("gardeners", "twins", "vegetarians", "pilots", "collectors", "singers", "Scots"),
 )
 GROUPS = {
     "musical instruments": ("cello", "oboe", "harp", "trumpet", "banjo", "flute"),
@@ -39,7 +53,7 @@ def ordering(rng: Random) -> str:
             ("arrived earlier than", "In which order did they arrive?"),
         )
     )
-    clues = [f"{a} {better} {b}" for a, b in zip(people, people[1:], strict=False)]
+    clues = [f"{a} {better} {b}" for a, b in pairwise(people)]
     rng.shuffle(clues)
     return f"{'. '.join(clues)}. {question}"
 
@@ -47,19 +61,23 @@ def ordering(rng: Random) -> str:
 def truth_tellers(rng: Random) -> str:
     """Three statements that exactly one assignment of liars and truth tellers satisfies."""
     people = rng.sample(NAMES, 3)
-    while True:
-        said = [(rng.choice([j for j in range(3) if j != i]), rng.random() < 0.5) for i in range(3)]
+    texts: list[str] = []
+    worlds: list[tuple[bool, ...]] = []
+    while len(worlds) != 1:
+        # the last one counts: claims about single people alone survive swapping everybody's kind
+        claims = [(rng.choice([j for j in range(3) if j != i]), rng.random() < 0.5) for i in (0, 1)]
+        count = rng.randint(0, 2)
         worlds = [
             w
             for w in product((True, False), repeat=3)
-            if all(w[i] == (w[j] == honest) for i, (j, honest) in enumerate(said))
+            if w[2] == (sum(w) == count)
+            and all(w[i] == (w[j] == honest) for i, (j, honest) in enumerate(claims))
         ]
-        if len(worlds) == 1:
-            break
-    lines = [
-        f'{people[i]} says: "{people[j]} {"tells the truth" if honest else "is lying"}."'
-        for i, (j, honest) in enumerate(said)
-    ]
+        texts = [f"{people[j]} {'tells the truth' if true else 'is lying'}" for j, true in claims]
+        texts.append(
+            ("None of us is honest", "Just one of us is honest", "Two of us are honest")[count]
+        )
+    lines = [f'{who} says: "{text}."' for who, text in zip(people, texts, strict=True)]
     place = rng.choice(("In this game", "In a strange village", "At a masked ball", "On an island"))
     end = rng.choice(("Who is lying?", "Whom can I believe?", "Sort out who is honest."))
     return f"{place} everyone either always lies or always tells the truth. {' '.join(lines)} {end}"
@@ -77,16 +95,19 @@ def owners(rng: Random) -> str:
             ("means of transport", ("bicycle", "tram", "scooter")),
         )
     )
+    first, second, third = things
     a, b, c = rng.sample(things, 3)
     clues = rng.choice(
         (
-            [f"{people[0]} did not choose the {b}", f"nor the {c}", f"{people[1]} avoids {c}"],
-            [f"{people[2]} has the {c}", f"{people[0]} doesn't have the {b}", "nothing is shared"],
+            f"{people[0]} has neither the {b} nor the {c}, and {people[1]} can't stand the {c}",
+            f"{people[2]} chose the {c}, and {people[0]} never liked the {b}",
+            f"The {a} isn't {people[1]}'s, the {b} isn't {people[0]}'s, and the {c} belongs to "
+            f"the last of the three",
         )
     )
     return (
-        f"{', '.join(people)} each have a different {kind}: {a}, {b} or {c}, not necessarily in "
-        f"that order. {', '.join(clues)}. Who has which {kind}? Explain the steps."
+        f"{', '.join(people[:2])} and {people[2]} each have a different {kind}: {first}, {second} "
+        f"or {third}. {clues}. Who has which {kind}? Explain the steps."
     )
 
 
@@ -123,16 +144,10 @@ def timetable(rng: Random) -> str:
 
 
 def syllogism(rng: Random) -> str:
-    a, b, c = rng.sample(
-        ("painters", "sailors", "early risers", "chess players", "cyclists", "dentists", "poets")
-        + ("gardeners", "twins", "vegetarians", "pilots", "collectors", "singers", "Scots"),
-        3,
-    )
-    first, second = rng.sample(
-        (f"All {a} are {b}", f"No {b} are {c}", f"Some {b} are {c}", f"All {c} are {b}")
-        + (f"Some {a} are not {c}", f"No {c} are {a}", f"All {b} are {c}"),
-        2,
-    )
+    a, b, c = rng.sample(KINDS, 3)
+    first = f"{rng.choice(('All', 'Some', 'No'))} {a} are {b}"
+    second = rng.choice((f"All {b} are {c}", f"No {b} are {c}", f"Some {b} are {c}"))
+    second = rng.choice((second, f"All {c} are {b}", f"Some {c} are not {b}"))
     claim = rng.choice((f"some {a} are {c}", f"no {a} are {c}", f"all {a} are {c}"))
     return rng.choice(
         (
@@ -223,7 +238,7 @@ def letters(rng: Random) -> str:
 
 def family(rng: Random) -> str:
     a, b, c, d = rng.sample(NAMES, 4)
-    links = rng.sample(("mother", "father", "brother", "sister", "daughter", "son", "cousin"), 3)
+    links = rng.sample(("parent", "sibling", "child", "cousin", "grandchild", "grandparent"), 3)
     return rng.choice(
         (
             f"{a} is the {links[0]} of {b}, and {b} is the {links[1]} of {c}. How might {a} and "
@@ -231,7 +246,7 @@ def family(rng: Random) -> str:
             f"{a}'s {links[0]} is {b}. {b}'s {links[1]} is {c}, whose {links[2]} is {d}. Draw the "
             "family tree in words.",
             f"{a} has {rng.randint(2, 5)} sisters and {rng.randint(2, 5)} brothers. How many "
-            f"brothers does {a}'s sister {b} have? Does it matter whether {a} is a boy or a girl?",
+            f"brothers does each sister have? Does it matter whether {a} is a boy or a girl?",
         )
     )
 
@@ -271,15 +286,21 @@ def trace_loop(rng: Random) -> str:
     step = rng.choice((f"x += i * {k}", f"x = x * {k} - i", "x += i if i % 2 else -i", "x ^= i"))
     test = rng.choice((f"if i % {k} == 0:", f"if x > {k * 9}:", f"if i == {n - 2}:"))
     move = rng.choice(("continue", "break", "x -= 1"))
-    body = [f"x = {start}", f"for i in range({n}):", f"    {test}", f"        {move}", f"    {step}"]
+    body = [
+        f"x = {start}",
+        f"for i in range({n}):",
+        f"    {test}",
+        f"        {move}",
+        f"    {step}",
+    ]
     return _trace(rng, [*body, "print(x)"])
 
 
 def trace_list(rng: Random) -> str:
     values = [rng.randint(0, 30) for _ in range(rng.randint(5, 7))]
     a, b = rng.randint(1, 2), rng.randint(3, 5)
-    edits = ("xs.append(xs.pop(0))", f"xs = xs[{a}:{b}] + xs[:{a}]", "xs.sort(reverse=True)")
-    edits += (f"xs.insert({a}, sum(xs))", "xs = xs[::-1]", f"del xs[{a}]", "ys = xs; ys[0] = -1")
+    edits = ["xs.append(xs.pop(0))", f"xs = xs[{a}:{b}] + xs[:{a}]", "xs.sort(reverse=True)"]
+    edits += [f"xs.insert({a}, sum(xs))", "xs = xs[::-1]", f"del xs[{a}]", "ys = xs; ys[0] = -1"]
     shown = rng.choice(("print(xs)", f"print(xs[-{a}], len(xs))", "print([x * 2 for x in xs])"))
     return _trace(rng, [f"xs = {values}", *rng.sample(edits, 2), shown])
 
@@ -308,7 +329,9 @@ def trace_recursion(rng: Random) -> str:
             ["    if n <= 0:", '        return ""', f"    return f(n // {b}) + str(n % {b})"],
         )
     )
-    return _trace(rng, ["def f(n):", *body, f"print(f({k % 9 if 'n - 2' in body[2] else k}))"])
+    return _trace(
+        rng, ["def f(n):", *body, "", f"print(f({k % 5 + 3 if 'n - 2' in body[2] else k * 37}))"]
+    )
 
 
 def sql_table(rng: Random) -> str:
@@ -356,6 +379,4 @@ REASONING: tuple[Task, ...] = (
     *(ordering, truth_tellers, owners, weekday, timetable, syllogism, walk, conditional),
     *(odd_one, letters, family, balance),
 )
-CODE: tuple[Task, ...] = (
-    *(trace_loop, trace_list, trace_words, trace_recursion, sql_table, bits),
-)
+CODE: tuple[Task, ...] = (*(trace_loop, trace_list, trace_words, trace_recursion, sql_table, bits),)

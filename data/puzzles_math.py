@@ -107,7 +107,9 @@ def area(rng: Random) -> str:
 
 
 def fractions(rng: Random) -> str:
-    a, b = (Fraction(rng.choice((1, 5, 7, 11, 13)), rng.choice((2, 3, 4, 6, 8, 9, 12))) for _ in "ab")
+    a, b = (
+        Fraction(rng.choice((1, 5, 7, 11, 13)), rng.choice((2, 3, 4, 6, 8, 9, 12))) for _ in "ab"
+    )
     sign = rng.choice("+-*")
     return rng.choice(
         (
@@ -147,7 +149,8 @@ def interest(rng: Random) -> str:
             f"How long does it take until {sum_} doubles at {rate:g}% compound interest? Use the "
             "rule of 72 and then check it.",
             f"Compare simple and compound interest on {sum_} at {rate:g}% over {years} years.",
-            f"{name} saves {sum_ // rng.randint(15, 70)} a month without interest. When are {sum_} reached?",
+            f"{name} saves {sum_ // rng.randint(15, 70)} a month without interest. When are {sum_} "
+            "reached?",
         )
     )
 
@@ -274,7 +277,7 @@ def arithmetic(rng: Random) -> str:
 def quadratic(rng: Random) -> str:
     p, q = rng.randint(-9, 9), rng.randint(-9, 9)
     b, c = -(p + q), p * q
-    middle = f" {'+' if b > 0 else '-'} {abs(b)}x" if b else ""
+    middle = f" {'+' if b > 0 else '-'} {abs(b) if abs(b) > 1 else ''}x" if b else ""
     tail = f" {'+' if c > 0 else '-'} {abs(c)}" if c else ""
     expression = f"x^2{middle}{tail}"
     return rng.choice(

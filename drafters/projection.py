@@ -1,9 +1,10 @@
 """The chunked projection to the vocabulary: losses, hits and overlaps without a [N, K, V] tensor.
 
-The gradient with respect to the slot states (and a trained head) is computed in the forward pass, chunk by
-chunk, and only scaled in backward. With a frozen head a step is two projections; a teacher adds a third, of one
-row per distinct target position. Chunks run along N, never inside a group, so that a loss may couple the slots
-of a group; inside a chunk the slots go one by one, and slots without a label are not projected at all.
+The gradient with respect to the slot states (and a trained head) is computed in the forward pass,
+chunk by chunk, and only scaled in backward. With a frozen head a step is two projections; a teacher
+adds a third, of one row per distinct target position. Chunks run along N, never inside a group, so
+that a loss may couple the slots of a group; inside a chunk the slots go one by one, and slots
+without a loss are not projected at all.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ class TargetHead(Protocol):
 
     @property
     def adjust(self) -> Adjust:
-        """Raw logits -> logits; returns its argument where the target has neither scale nor soft-cap."""
+        """Raw logits -> logits; its very argument where there is neither scale nor soft-cap."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Need:
     """Which teacher laws a loss reads."""
 
     full: bool = False  # p under the softmax over the whole vocabulary
-    temperature: float | None = None  # p renormalised over the draft's vocabulary, at this temperature
+    temperature: float | None = None  # p at this temperature, renormalised over the draft's
 
     def any(self) -> bool:
         """Whether a teacher is needed at all."""
@@ -72,13 +73,13 @@ class ChunkLoss(Protocol):
 
     need: Need
     reads_label: bool  # a slot whose label the draft's vocabulary lacks has no loss
-    static_weights: Tensor | None  # [K]; None where the weights depend on the values of a whole group
+    static_weights: Tensor | None  # [K]; None where weights depend on a whole group's values
 
     def rows(self, logits: Tensor, label: Tensor, law: Law | None) -> Rows:
-        """Positions [n, Vq] (may be overwritten), label [n] as a draft index, the law at each position."""
+        """Logits [n, Vq] (may be overwritten), labels [n] as draft indices, the law at each."""
 
     def weigh(self, value: Tensor, counted: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """Values [n, K] of whole groups -> (their loss summed, the gradient's weight on each [n, K])."""
+        """Values [n, K] of whole groups -> (their loss, summed; weight of each gradient [n, K])."""
 
 
 def draft_index(label: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -96,8 +97,11 @@ def wide(logits: Tensor) -> Tensor:
 
 
 def compute_dtype(hidden: Tensor, head: Head) -> torch.dtype:
-    """Projections run in the frozen weight's dtype; without one, in that of the states."""
-    return hidden.dtype if head.shared is None else head.shared.dtype
+    """Projections run in the frozen weight's dtype; without one, as autocast or the states say."""
+    if head.shared is not None:
+        return head.shared.dtype
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
 def slot_logits(hidden: Tensor, head: Head, adjust: Adjust | None = None) -> Tensor:
@@ -131,7 +135,7 @@ def top_tokens(
     With count 1 a tie goes to the lowest id, as in greedy decoding.
     """
     found = [hidden.new_empty((0, hidden.shape[1], count), dtype=torch.int64)]
-    for part in hidden.split(chunk):
+    for part in torch.split(hidden, chunk):
         logits = slot_logits(part, head, adjust)
         best = logits.argmax(-1, keepdim=True) if count == 1 else logits.topk(count).indices
         found.append(best if head.ids is None else head.ids[best])
@@ -165,18 +169,16 @@ def teacher_law(final: Tensor, target: TargetHead, head: Head, need: Need) -> La
 class DraftHead:
     """One slot at a time: forward, and back with the gradient of a trained part collected."""
 
-    def __init__(self, slots: SlotStates, adjust: Adjust, *, gradient: bool) -> None:
-        head, hidden = slots.head, slots.hidden
-        self.dtype = compute_dtype(hidden, head)
+    def __init__(self, head: Head, adjust: Adjust, *, dtype: torch.dtype, gradient: bool) -> None:
+        self.dtype, self.adjust, self.gradient = dtype, adjust, gradient
         self.shared, self.width = head.shared, 0 if head.shared is None else head.shared.shape[1]
         self.own = None if head.own is None else head.own.detach().to(self.dtype)
         self.own_grad: Tensor | None = None
         if gradient and head.own is not None and head.own.requires_grad:
             self.own_grad = torch.zeros_like(head.own)
-        self.adjust = adjust
 
     def logits(self, hidden: Tensor, slot: int) -> tuple[Tensor, Adjust | None]:
-        """States [n, D (+ R)] -> logits [n, Vq], and how a gradient goes back through the adjustment."""
+        """States [n, D (+ R)] -> logits [n, Vq], and how a gradient goes back through `adjust`."""
         hidden = hidden.to(self.dtype)
         if self.own is None:
             assert self.shared is not None
@@ -186,10 +188,11 @@ class DraftHead:
         else:
             raw = hidden[:, : self.width] @ self.shared.T
             raw.addmm_(hidden[:, self.width :], self.own[slot].T)
-        return adjusted(wide(raw), self.adjust)
+        raw = wide(raw)
+        return adjusted(raw, self.adjust) if self.gradient else (self.adjust(raw), None)
 
     def back(self, hidden: Tensor, slot: int, grad: Tensor, weight: Tensor) -> Tensor:
-        """Gradient of the logits [n, Vq], and its weight [n] -> gradient of the states [n, D (+ R)]."""
+        """Gradient of the logits [n, Vq], its weight [n] -> gradient of the states [n, D (+ R)]."""
         grad = grad.to(self.dtype)
         parts = []
         if self.shared is not None:
@@ -204,7 +207,7 @@ class DraftHead:
 
 
 def adjusted(raw: Tensor, adjust: Adjust) -> tuple[Tensor, Adjust | None]:
-    """Adjusted logits, free to be overwritten, and the vector-Jacobian product of the adjustment."""
+    """Adjusted logits, free to be overwritten, and the adjustment's vector-Jacobian product."""
     leaf = raw.detach()
     with torch.enable_grad():
         leaf.requires_grad_()
@@ -241,8 +244,11 @@ class Table:
 
 
 def slot_sums(table: Table, valid: Tensor, loss: Tensor) -> Sums:
-    """Sums over groups. `hits` counts a slot whatever came before it, `reached` the groups whose earlier slots
-    all hit, `joint_hits` those that hit as well: conditional hit rate = joint_hits / reached."""
+    """Sums over groups, [K] per slot (`loss` and `groups` are scalars).
+
+    `hits` counts a slot whatever came before it, `reached` the groups whose earlier slots all hit,
+    `joint_hits` those that hit as well: the conditional hit rate is joint_hits / reached.
+    """
     hit = table.hit & valid
     run = hit.cumprod(dim=1).bool()
     before = torch.cat([torch.ones_like(run[:, :1]), run[:, :-1]], dim=1)
@@ -276,10 +282,8 @@ class _WithGradient(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(
-        ctx: Any, scale: Tensor
-    ) -> tuple[None, Tensor | None, Tensor | None, None, None]:
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[None, Tensor | None, Tensor | None, None, None]:
         hidden_grad, own_grad = ctx.saved_tensors
         return (
             None,
@@ -293,17 +297,18 @@ class _WithGradient(torch.autograd.Function):
 def projected_sum(
     slots: SlotStates, states: TargetStates, target: TargetHead, loss: ChunkLoss, *, chunk: int
 ) -> tuple[Tensor, Sums]:
-    """The loss summed over groups, on the graph (zero and finite where nothing is supervised), and its sums.
+    """The loss summed over groups, on the graph, and `slot_sums`; 0 where nothing is supervised.
 
-    `chunk` groups are projected at once. Without gradients (`torch.no_grad`) only the forward projections run.
+    `chunk` groups are projected at once. Under `torch.no_grad` only the forward projections run.
     """
     hidden, own = slots.hidden, slots.head.own
     gradient = torch.is_grad_enabled() and (
         hidden.requires_grad or (own is not None and own.requires_grad)
     )
+    dtype = compute_dtype(hidden, slots.head)
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        run = _Run(slots, states, target, loss, gradient=gradient)
-        for groups in slots.labels.valid.any(dim=1).nonzero()[:, 0].split(chunk):
+        run = _Run(slots, states, target, loss, dtype=dtype, gradient=gradient)
+        for groups in torch.split(slots.labels.valid.any(dim=1).nonzero()[:, 0], chunk):
             run.chunk(groups)
         sums = slot_sums(run.table, slots.labels.valid, run.loss)
     if run.hidden_grad is None:
@@ -321,6 +326,7 @@ class _Run:
         target: TargetHead,
         loss: ChunkLoss,
         *,
+        dtype: torch.dtype,
         gradient: bool,
     ) -> None:
         self.slots, self.states, self.target, self.objective = slots, states, target, loss
@@ -331,9 +337,9 @@ class _Run:
         self.wanted = labels.valid if loss.need.full else self.counted
         # Target positions as one number; every distinct one is projected once per chunk.
         self.teacher_at = labels.teacher_row * states.final.shape[1] + labels.teacher_position
-        self.head = DraftHead(slots, target.adjust, gradient=gradient)
+        self.head = DraftHead(slots.head, target.adjust, dtype=dtype, gradient=gradient)
         self.hidden_grad = torch.zeros_like(slots.hidden) if gradient else None
-        values = torch.promote_types(self.head.dtype, torch.float32)
+        values = torch.promote_types(dtype, torch.float32)
         self.table = Table.empty(labels.valid, values, overlap=loss.need.full)
         self.loss = torch.zeros((), dtype=values, device=labels.valid.device)
 

@@ -1,7 +1,7 @@
 """From trials, checks and costs to the report's arms and samples."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from draftsmith.eval.summary import (
     token_seconds,
 )
 from draftsmith.eval.theory import RoundCost, predicted_speedup
-from draftsmith.eval.walk import rank_table, walk
+from draftsmith.eval.walk import RankTable, rank_table, walk
 
 Z_LIMIT = 4.0  # standard errors; a right sampler passes it in 15,999 of 16,000 reports
 
@@ -50,22 +50,34 @@ class Verdicts:
     tau_walk: float | None
 
 
+@dataclass(frozen=True)
+class Memory:
+    """What was found before: arms mostly give the same answers, which need judging once."""
+
+    divergences: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Divergence]] = field(
+        default_factory=dict
+    )
+    tables: dict[str, RankTable] = field(default_factory=dict)  # by baseline
+
+
 def check_arm(
     target: Target,
     arm: Arm,
     trials: Sequence[Trial],
     plain: Sequence[Trial],
     prompts: Sequence[BenchPrompt],
+    memory: Memory,
 ) -> Verdicts:
     """Judge an arm's output, and simulate its rounds on the plain arm's answers."""
     answers = answers_of(trials, prompts)
-    lossless, sentence = judge(target, arm, answers)
+    lossless, sentence = judge(target, arm, answers, memory)
     alpha = tau = None
     if arm.drafter is not None:
         alpha = first_slot_alpha(target, arm.drafter, answers, arm.sampling)
-        documents = documents_of(plain, prompts, greedy=arm.sampling.greedy)
-        table = rank_table(target, arm.drafter, documents)
-        tau = walk(table, arm.tree).total.tau_micro or None
+        if arm.baseline not in memory.tables:
+            documents = documents_of(plain, prompts, greedy=arm.sampling.greedy)
+            memory.tables[arm.baseline] = rank_table(target, arm.drafter, documents)
+        tau = walk(memory.tables[arm.baseline], arm.tree).total.tau_micro or None
     return Verdicts(lossless, sentence, alpha, tau)
 
 
@@ -90,12 +102,11 @@ def documents_of(
     return documents
 
 
-def judge(target: Target, arm: Arm, answers: Sequence[Answer]) -> tuple[bool, str]:
+def judge(target: Target, arm: Arm, answers: Sequence[Answer], memory: Memory) -> tuple[bool, str]:
     """Whether the output is the target's own, and the finding in words."""
     tokens = sum(len(answer.output) for answer in answers)
     if arm.sampling.greedy:
-        found = [d for one in greedy_divergences(target, answers) for d in one]
-        return judge_greedy(found, tokens, target.dtype)
+        return judge_greedy(remembered(target, answers, memory), tokens, target.dtype)
     score = law_score(target, answers, arm.sampling)
     passed = score.impossible == 0 and abs(score.z) <= Z_LIMIT
     sentence = (
@@ -103,6 +114,15 @@ def judge(target: Target, arm: Arm, answers: Sequence[Answer]) -> tuple[bool, st
         f"log p off its expectation by {score.z:+.2f} standard errors (at most {Z_LIMIT:g})"
     )
     return passed, sentence
+
+
+def remembered(target: Target, answers: Sequence[Answer], memory: Memory) -> list[Divergence]:
+    """Divergences of these answers; a pass only over those that are new."""
+    known = memory.divergences
+    new = [a for a in answers if (tuple(a.prompt), tuple(a.output)) not in known]
+    for answer, found in zip(new, greedy_divergences(target, new), strict=True):
+        known[tuple(answer.prompt), tuple(answer.output)] = found
+    return [d for a in answers for d in known[tuple(a.prompt), tuple(a.output)]]
 
 
 def judge_greedy(found: Sequence[Divergence], tokens: int, dtype: torch.dtype) -> tuple[bool, str]:

@@ -156,7 +156,7 @@ def generate(target: Target, prompt_ids: list[int], *, max_new_tokens: int) -> D
     Timed from inside by a streamer: prefill ends when the first token is handed over, decoding
     when the last one is, so that setting up and leaving `generate` is not held against it.
     """
-    config = GenerationConfig(  # type: ignore[no-untyped-call]
+    config = GenerationConfig(
         do_sample=False,
         max_new_tokens=max_new_tokens,
         eos_token_id=list(target.eos_ids) or None,

@@ -54,8 +54,12 @@ def decode(
     max_new_tokens: int,
     tree: Tree | None = None,
     seed: int = 0,
+    eos_ids: tuple[int, ...] | None = None,
 ) -> Decoded:
-    """Answer one prompt. `tree` shapes the drafts (given with a drafter). EOS stays in the output."""
+    """Answer one prompt. `tree` shapes the drafts (given with a drafter). EOS stays in the output.
+
+    eos_ids: the ids that end an answer; None: the target's own.
+    """
     if not prompt_ids or max_new_tokens < 1:
         raise UserError(
             "decoding needs a prompt of at least one token and max_new_tokens of at least 1"
@@ -63,6 +67,7 @@ def decode(
     if (drafter is None) != (tree is None):
         raise UserError("give a drafter and the tree that shapes its drafts, or neither")
     generator = torch.Generator(target.device).manual_seed(seed)
+    stops = target.eos_ids if eos_ids is None else eos_ids
     began = clock(target)
     cache = target.new_cache()
     prompt = torch.tensor([prompt_ids], device=target.device)
@@ -73,7 +78,7 @@ def decode(
     state = None if drafter is None else drafter.start(states)
     tokens, rounds = [int(root)], []
     prefilled = clock(target)
-    while len(tokens) < max_new_tokens and tokens[-1] not in target.eos_ids:
+    while len(tokens) < max_new_tokens and tokens[-1] not in stops:
         start = clock(target)
         proposal = (
             empty_proposal(root) if drafter is None else drafter.propose(state, root, need(tree))
@@ -91,14 +96,14 @@ def decode(
         root = verdict.next
         new = cut(
             [*proposal.tokens[0, path[1:] - 1].tolist(), int(root)],
-            target,
+            stops,
             max_new_tokens - len(tokens),
         )
         tokens.extend(new)
         accepted = int(verdict.length)
         times = (drafted - start, verified - drafted, clock(target) - verified)
         rounds.append(Round(proposal.tokens.shape[1], accepted, len(new), *times))
-    finish: Literal["stop", "length"] = "stop" if tokens[-1] in target.eos_ids else "length"
+    finish: Literal["stop", "length"] = "stop" if tokens[-1] in stops else "length"
     return Decoded(tokens, rounds, prefilled - began, clock(target) - prefilled, finish)
 
 
@@ -141,10 +146,10 @@ def kept_nodes(verdict: Verdict) -> Tensor:
     return torch.cat([path.new_zeros(1), path])
 
 
-def cut(new: list[int], target: Target, room: int) -> list[int]:
+def cut(new: list[int], stops: tuple[int, ...], room: int) -> list[int]:
     """What of a round's tokens reaches the output: up to and with the first EOS, at most `room`."""
     for index, token in enumerate(new[:room]):
-        if token in target.eos_ids:
+        if token in stops:
             return new[: index + 1]
     return new[:room]
 

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from draftsmith.eval.report import ArmReport, Report, TreeChoice
-from draftsmith.eval.tables import drafting
+from draftsmith.eval.tables import drafting, visible
 
 INK, FAINT = "#101112", "#8a8f98"
 COLOURS = ("#3b82c4", "#e08a1e", "#2a9d78", "#b667a8", "#c4554d")
@@ -73,7 +73,7 @@ def speedup_figure(report: Report) -> Figure:
     axes.invert_yaxis()
     axes.set_xlim(0)
     axes.set_xlabel("speedup over plain decoding (x)")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.45, 1.32), ncols=2)
+    figure.legend(loc="outside upper center", ncols=2)
     return figure
 
 
@@ -96,7 +96,7 @@ def slot_figure(report: Report) -> Figure:
         axes.grid(axis="y")
         axes.set_ylim(0)
     left.set_ylabel("accepted (%)")
-    figure.legend(loc="outside upper center", ncols=3)
+    figure.legend(loc="outside upper center", ncols=4)
     return figure
 
 
@@ -117,7 +117,7 @@ def category_figure(report: Report) -> Figure:
     axes.set_ylabel("tokens per target pass")
     axes.set_ylim(bottom=1.0)
     axes.grid(axis="y")
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+    figure.legend(loc="outside upper center", ncols=4)
     return figure
 
 
@@ -139,7 +139,7 @@ def round_figure(report: Report) -> Figure:
     axes.margins(x=0.25)
     axes.set_xlim(0)
     axes.set_xlabel("milliseconds per round (mean)")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.45, 1.25), ncols=3)
+    figure.legend(loc="outside upper center", ncols=3)
     return figure
 
 
@@ -201,8 +201,10 @@ def colour_of(report: Report, arm: ArmReport) -> str:
 
 
 def plain_text(text: str) -> str:
-    """Text that matplotlib does not read as a formula."""
-    return text.replace("\\", "\\\\").replace("$", "\\$")
+    """A label of one line, at most 32 characters, that matplotlib does not read as a formula."""
+    text = " ".join(visible(text).split())
+    text = text if len(text) <= 32 else f"{text[:30]}..."
+    return text.replace("$", r"\$")
 
 
 def save_pngs(figures: dict[str, Figure], folder: Path) -> None:

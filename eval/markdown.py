@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from draftsmith.eval.report import Report
-from draftsmith.eval.tables import Table, detail_tables, result_table
+from draftsmith.eval.tables import Table, detail_tables, result_table, visible
 
 MARKUP = "\\|*_`[]#"
 
@@ -21,7 +21,7 @@ def render_markdown(report: Report, figures: Sequence[str]) -> str:
         pairs("Target", report.target),
         pairs("Versions", {**report.versions, "created": report.created}),
         pairs("Definitions", report.definitions),
-        f"Made by `{report.command.replace('`', ' ')}`.",
+        f"Made by: {cell(report.command)}",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -47,6 +47,7 @@ def pairs(title: str, values: Mapping[str, str]) -> str:
 
 def cell(text: str) -> str:
     """Text that neither ends its cell nor acts as markup."""
+    text = visible(text)
     for character in MARKUP:
         text = text.replace(character, f"\\{character}")
     return " ".join(text.replace("<", "&lt;").replace(">", "&gt;").split())

@@ -1,7 +1,7 @@
 """The report as one self-contained HTML page: no script, nothing fetched, all text escaped."""
 
 from collections.abc import Mapping
-from html import escape
+from html import escape as escape_markup
 
 from matplotlib.figure import Figure
 
@@ -14,6 +14,7 @@ from draftsmith.eval.tables import (
     fixed,
     interval,
     result_table,
+    visible,
     yes,
 )
 
@@ -93,6 +94,11 @@ def render_html(report: Report, figures: Mapping[str, Figure]) -> str:
         + "\n".join(body)
         + "\n</main>\n</body>\n</html>\n"
     )
+
+
+def escape(text: str) -> str:
+    """Text as text, whatever it holds."""
+    return escape_markup(visible(text))
 
 
 def heading(report: Report) -> str:

@@ -19,7 +19,7 @@ from draftsmith.drafters.methods import Drafter
 from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree, chain
-from draftsmith.eval.assemble import arm_report, check_arm, sample_of
+from draftsmith.eval.assemble import Memory, arm_report, check_arm, sample_of
 from draftsmith.eval.bench import Arm, BenchPrompt, greedy_arms, measure, sampled_arms
 from draftsmith.eval.costs import measure_costs
 from draftsmith.eval.prompts import evaluation_prompts
@@ -198,10 +198,10 @@ def make_report(
     dropped: Mapping[str, int],
 ) -> Report:
     """Check every arm's output and gather the figures."""
-    reports = []
+    reports, memory = [], Memory()
     for arm in arms:
         plain = trials[arm.baseline]
-        verdicts = check_arm(job.target, arm, trials[arm.name], plain, prompts)
+        verdicts = check_arm(job.target, arm, trials[arm.name], plain, prompts, memory)
         cost = costs.by_arm.get(arm.name)
         reports.append(
             arm_report(job.target, arm, trials[arm.name], plain, verdicts, cost, kind=job.kind)

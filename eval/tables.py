@@ -1,5 +1,6 @@
 """The report's tables, as text cells; markdown, HTML and the terminal only lay them out."""
 
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,16 @@ class Table:
     note: str
     header: list[str]
     rows: list[list[str]]
+
+
+def visible(text: str) -> str:
+    """Text without control characters and lone surrogates, which files and figures refuse."""
+    return "".join(
+        "\N{REPLACEMENT CHARACTER}"
+        if unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t"
+        else c
+        for c in text
+    )
 
 
 def fixed(value: float | None, digits: int = 2, unit: str = "") -> str:
@@ -65,24 +76,17 @@ def drafting(report: Report) -> list[ArmReport]:
 
 def result_table(report: Report) -> Table:
     """What most readers came for."""
-    header = [
-        "arm",
-        "speedup",
-        "95 % interval",
-        "predicted",
-        "tau micro",
-        "tau macro",
-        "tokens/s",
-        "lossless",
-    ]
+    header = ["arm", "speedup", "95 % interval", "predicted", "tau micro", "tau macro", "alpha"]
+    header += ["tokens/s", "lossless"]
     rows = [
         [
             arm.name,
             fixed(arm.speedup, 2, "x"),
-            interval(arm.speedup_interval),
+            "baseline" if arm.name == arm.baseline else interval(arm.speedup_interval),
             fixed(arm.predicted_speedup, 2, "x"),
             fixed(arm.tau_micro, 3),
             fixed(arm.tau_macro, 3),
+            fixed(arm.alpha, 3),
             fixed(arm.tokens_per_second, 1),
             yes(arm.lossless),
         ]
@@ -175,8 +179,8 @@ def slot_table(
     rows = []
     for arm in arms:
         cells = [share(rate) for rate in rates(arm)]
-        rows.append([arm.name, *cells, *[NONE] * (depth - len(cells)), share(arm.alpha)])
-    header = ["arm", *(f"slot {slot}" for slot in range(1, depth + 1)), "alpha"]
+        rows.append([arm.name, *cells, *[NONE] * (depth - len(cells))])
+    header = ["arm", *(f"slot {slot}" for slot in range(1, depth + 1))]
     return Table(title, "", header, rows)
 
 

@@ -17,7 +17,7 @@ from draftsmith.drafters.sampler import Sampling, draw, standardise
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
     """One token per node from the target's law there: logits [B, M+1, V] -> [B, M+1]."""
     if sampling.greedy:
-        return logits.argmax(dim=-1)
+        return logits.max(dim=-1).indices  # as argmax, which is four times slower in bf16 on CPUs
     return draw(standardise(logits.float(), sampling), generator)
 
 

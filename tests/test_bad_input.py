@@ -42,7 +42,7 @@ def desk(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
-    """A run that went well up to the drafter; tests work on copies."""
+    """A run that went well, all stages of it; tests work on copies."""
     folder = tmp_path_factory.mktemp("trained")
     before = Path.cwd()
     os.chdir(folder)
@@ -50,8 +50,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path
         shutil.copytree(tiny_folder, "target")
         Path("prompts.jsonl").write_text(PROMPTS)
         Path("mine.yaml").write_text(RECIPE.format(target="./target"))
-        assert cli.main(["data", "mine.yaml"]) == 0
-        assert cli.main(["train", "mine.yaml"]) == 0
+        assert cli.main(["run", "mine.yaml"]) == 0
     finally:
         os.chdir(before)
     return folder
@@ -59,8 +58,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the trained run, in the current folder."""
+    """A copy of the trained run, in the current folder, its report still to be made."""
     shutil.copytree(trained, tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy/runs/mine/report")
     monkeypatch.chdir(tmp_path / "copy")
     return Path("runs/mine")
 
@@ -292,3 +292,6 @@ def test_a_good_run_is_not_refused(run: Path) -> None:
     """The desk these cases start from works: what they are refused for is what they changed."""
     assert cli.main(["run", "mine.yaml"]) == 0
     assert (run / "report" / "report.json").exists() and not leftovers(run)
+    assert cli.main(["eval", "runs/mine/drafter", "eval.prompts=1"]) == 0
+    report = json.loads((run / "drafter" / "report" / "report.json").read_text())
+    assert all(arm["prompts"] == 1 for arm in report["arms"])

@@ -46,7 +46,7 @@ def test_no_other_top_level_name_is_installed(wheel: set[str]) -> None:
 
 
 def test_wheel_holds_recipes_and_starter_prompts(wheel: set[str]) -> None:
-    recipes, prompts = expected("*.yaml"), expected("starter/*")
+    recipes, prompts = expected("*.yaml"), expected("starter_set/*")
     assert recipes and prompts
     assert recipes | prompts <= wheel
 

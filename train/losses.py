@@ -1,8 +1,8 @@
 """Losses as pure functions of a position: logits in, [n] out. No mask, no mean, no state.
 
-p is the target's law, q the draft's. The draft's vocabulary may be a subset of the target's rows (`ids`): q is
-zero outside it. The upper half is the readable form, differentiated by autograd; the lower half computes the same
-value with its gradient in closed form, for the chunked projection. Tests hold them equal.
+p is the target's law, q the draft's. The draft's vocabulary may be a subset of the target's rows
+(`ids`): q is zero outside it. The upper half is the readable form, differentiated by autograd; the
+lower half computes the same value with its gradient in closed form, for the chunked projection.
 """
 
 import torch
@@ -31,7 +31,8 @@ def kl(
 
 
 def overlap(logits: Tensor, teacher: Tensor, *, ids: Tensor | None = None) -> Tensor:
-    """alpha = sum_v min(p, q), the chance that q's token is accepted: [n, Vq], [n, V] -> [n] (2211.17192).
+    """alpha = sum_v min(p, q), the chance that a token of q is accepted (Leviathan et al.,
+    2211.17192): [n, Vq], [n, V] -> [n].
 
     p is the law over the whole vocabulary: its mass outside a reduced one is lost.
     """
@@ -41,12 +42,12 @@ def overlap(logits: Tensor, teacher: Tensor, *, ids: Tensor | None = None) -> Te
 
 
 def tv(logits: Tensor, teacher: Tensor, *, ids: Tensor | None = None) -> Tensor:
-    """Total variation 1 - alpha, the chance of a rejection: [n, Vq], [n, V] -> [n] (2606.12370)."""
+    """Total variation 1 - alpha, the chance of a rejection (Bebop, 2606.12370): [n]."""
     return 1 - overlap(logits, teacher, ids=ids)
 
 
 def lk_hybrid(logits: Tensor, teacher: Tensor, *, eta: float, ids: Tensor | None = None) -> Tensor:
-    """lambda KL + (1 - lambda) TV, lambda = exp(-eta sg[alpha]): [n, Vq], [n, V] -> [n] (2602.23881).
+    """lambda KL + (1 - lambda) TV with lambda = exp(-eta sg[alpha]) (LK losses, 2602.23881): [n].
 
     KL while the draft is far away, where TV's gradient is weak; TV once they overlap.
     """
@@ -56,17 +57,18 @@ def lk_hybrid(logits: Tensor, teacher: Tensor, *, eta: float, ids: Tensor | None
 
 
 def e2e_tv(alpha: Tensor, valid: Tensor) -> Tensor:
-    """End-to-end TV (1/K) sum_j (1 - prod_{i<=j} alpha_i) over valid slots j: [n, K] -> [n] (2606.12370).
+    """End-to-end TV, (1/K) sum_j (1 - prod_{i<=j} alpha_i) over valid slots j (Bebop, 2606.12370):
+    [n, K] -> [n].
 
-    A whole group gives the paper's 1 - (1/K) sum_j prod alpha; one that the document's end cuts short weighs
-    as many slots as it has, so that a perfect drafter always reaches 0.
+    A whole group gives the paper's 1 - (1/K) sum_j prod alpha; one that the document's end cuts
+    short weighs as many slots as it has, so that a perfect drafter always reaches 0.
     """
     reached = torch.where(valid, alpha, 1.0).cumprod(dim=1)
     return ((1 - reached) * valid).sum(1) / alpha.shape[1]
 
 
 def e2e_tv_weights(alpha: Tensor, valid: Tensor) -> Tensor:
-    """Weights [n, K] that make the slots' TV have the gradient of `e2e_tv` (2606.12370).
+    """Weights [n, K] under which the slots' TV has the gradient of `e2e_tv` (Bebop, 2606.12370).
 
     W_m = (1/K) prod_{i<m} alpha_i S_m with S_m = 1 + alpha_{m+1} S_{m+1}; detach them.
     """
@@ -81,9 +83,10 @@ def e2e_tv_weights(alpha: Tensor, valid: Tensor) -> Tensor:
 
 
 def dpace_weights(q_label: Tensor, valid: Tensor, alpha: float) -> Tensor:
-    """D-PACE's weights w_j = sum_{m>=j} prod_{i<=m} s_i, s = (1-alpha) q(y) + alpha: [n, K] (2605.18810).
+    """w_j = sum_{m>=j} prod_{i<=m} s_i, s = (1-alpha) q(y) + alpha (D-PACE, 2605.18810): [n, K].
 
-    w_j is the derivative of the smoothed expected length sum_m prod_{i<=m} s_i by log s_j; detach them.
+    w_j is the derivative of the smoothed expected length sum_m prod_{i<=m} s_i by log s_j; detach
+    them.
     """
     reached = ((1 - alpha) * q_label + alpha).cumprod(dim=1) * valid
     return reached.flip(1).cumsum(dim=1).flip(1) * valid
@@ -135,7 +138,7 @@ def lk_rows(logits: Tensor, law: Law, eta: float) -> Rows:
 
 
 def kl_value(logits: Tensor, law: Law) -> tuple[Tensor, Tensor]:
-    """q [n, Vq], and KL(p || q) [n] = sum p log p - sum p z + log sum exp z. Overwrites the logits."""
+    """q [n, Vq], and KL(p || q) [n] = sum p log p - sum p z + log sum exp z. Spoils the logits."""
     assert law.kept is not None and law.negentropy is not None
     # Shifted first, so that large logits do not cancel.
     logits.sub_(logits.amax(-1, keepdim=True))
@@ -146,7 +149,9 @@ def kl_value(logits: Tensor, law: Law) -> tuple[Tensor, Tensor]:
 def overlap_parts(q: Tensor, law: Law) -> tuple[Tensor, Tensor]:
     """[q <= p] q [n, Vq], and sum min(p, q) [n]."""
     assert law.full is not None
-    return (q <= law.full) * q, torch.minimum(law.full, q).sum(-1)
+    # Compared into floats: multiplying by a bool tensor takes twice as long on CPU.
+    below = torch.ge(law.full, q, out=torch.empty_like(q)).mul_(q)
+    return below, torch.minimum(law.full, q).sum(-1)
 
 
 def common_mass(q: Tensor, law: Law | None) -> Tensor | None:

@@ -23,8 +23,11 @@ from draftsmith.train import losses
 
 
 class Objective:
-    """The training objective of `depth` slots. Calling it gives a sum: divide by the denominator of all micro
-    batches and processes of the optimizer step (1 where that is 0)."""
+    """The training objective of `depth` slots.
+
+    Calling it gives a sum: divide by the denominators of all micro-batches and processes of the
+    optimizer step, added up.
+    """
 
     def __init__(self, config: ObjectiveConfig, depth: int) -> None:
         self.config = config
@@ -32,9 +35,8 @@ class Objective:
         self.static_weights = None if self.coupled else slot_weights(config, depth)
 
     def denominator(self, labels: SlotLabels, head: Head) -> Tensor:
-        """This batch's share of the denominator, a scalar known before any forward.
-
-        The static weights of the slots that have a loss; groups, where the weights depend on the model.
+        """This batch's share of the denominator, a scalar known before any forward: the static
+        weights of the slots that have a loss, or the groups where weights depend on the model.
         """
         counted = labels.valid
         if self.static_weights is None:
@@ -52,8 +54,11 @@ class Objective:
         chunk: int,
         metrics: bool = False,
     ) -> tuple[Tensor, Sums]:
-        """The loss as a sum, on the graph, and `slot_sums`. `metrics` adds the overlap with the teacher to a
-        loss that does not need the teacher's whole law (one more projection)."""
+        """The loss as a sum, on the graph, and `slot_sums`.
+
+        `metrics` adds the overlap with the teacher to a loss that does without the teacher's whole
+        law (for cross-entropy one more projection).
+        """
         loss = _Chunked(self, slots.labels.valid.device, metrics=metrics)
         return projected_sum(slots, states, target, loss, chunk=chunk)
 
@@ -102,12 +107,12 @@ class Objective:
                 return losses.tv(logits, teacher, ids=ids)
 
     def weights(self, value: Tensor, counted: Tensor, valid: Tensor) -> Tensor:
-        """The weight of every slot [n, K], given the values (detached) of whole groups; 0 where not counted."""
+        """Every slot's weight [n, K], given whole groups' values, detached; 0 where not counted."""
         if self.static_weights is not None:
             return self.static_weights.to(value) * counted
         if self.config.loss == "e2e_tv":
             return losses.e2e_tv_weights(1 - value, valid) * counted
-        # A label that the draft's vocabulary lacks has q = 0: the slots after it are reached less often.
+        # A label that the draft's vocabulary lacks has q = 0: later slots are reached less often.
         q_label = torch.where(counted, torch.exp(-value), 0.0)
         return losses.dpace_weights(q_label, valid, self.config.dpace_alpha) * counted
 
@@ -146,13 +151,15 @@ class _Chunked:
 
 
 def slot_weights(config: ObjectiveConfig, depth: int) -> Tensor:
-    """Static weights of slots 1..depth, [K]: decay^k (Medusa), exp(-(k-1)/gamma) (DFlash), or as listed."""
+    """Static weights of slots 1..depth, [K]: decay^k (Medusa, 2401.10774), exp(-(k-1)/gamma)
+    (DFlash, 2602.06036), or as listed.
+    """
     slot = torch.arange(1, depth + 1, dtype=torch.float32)
     if config.weights == "list":
         if len(config.slot_weights) != depth:
             raise UserError(
-                f"objective.slot_weights: {len(config.slot_weights)} weights were given for {depth} "
-                "slots; give one per slot"
+                f"objective.slot_weights: {len(config.slot_weights)} given for {depth} slots; "
+                "give one per slot"
             )
         return torch.tensor(config.slot_weights)
     if config.weights == "exponential":

@@ -104,9 +104,8 @@ class Journal:
             self.attempt(name, lambda tracker: tracker.log(values, step=record["step"]))
         if self.bar is not None:
             self.shown.update({k: record[k] for k in SHOWN if record.get(k) is not None})
-            self.bar.set_postfix(
-                {SHOWN[name]: f"{value:.3g}" for name, value in self.shown.items()}
-            )
+            shown = {SHOWN[name]: f"{value:.3g}" for name, value in self.shown.items()}
+            self.bar.set_postfix(shown, refresh=False)
 
     def rewind(self, step: int) -> None:
         """Drop what was logged after `step`: those steps will be taken again."""
@@ -172,15 +171,15 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def numbers(record: Record) -> dict[str, float]:
     """The numbers of a record; a list's entries are named by slot, from 1."""
-    flat: dict[str, float] = {}
+    flat: dict[str, Any] = {}
     for name, value in record.items():
-        entries = {name: value}
         if isinstance(value, list):
-            entries = {f"{name}/{slot}": entry for slot, entry in enumerate(value, start=1)}
+            flat |= {f"{name}/{slot}": entry for slot, entry in enumerate(value, start=1)}
         elif isinstance(value, dict):
-            entries = {f"{name}/{key}": entry for key, entry in value.items()}
-        flat.update({k: v for k, v in entries.items() if isinstance(v, int | float)})
-    return flat
+            flat |= {f"{name}/{key}": entry for key, entry in value.items()}
+        elif name != "step":
+            flat[name] = value
+    return {name: value for name, value in flat.items() if isinstance(value, int | float)}
 
 
 def is_before(line: str, step: int) -> bool:

@@ -18,7 +18,7 @@ def rng_state() -> dict[str, Any]:
         "numpy": [str(kind), [int(key) for key in keys], int(at), int(has_gauss), float(cached)],
         "torch": to_hex(torch.random.get_rng_state()),
     }
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         state["cuda"] = to_hex(torch.cuda.get_rng_state())
     return state
 

@@ -1,6 +1,7 @@
 """From a recipe and its rows to everything that the training loop holds."""
 
 import hashlib
+import json
 import sys
 from array import array
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from draftsmith.data.dataset import Document, PackedRows, documents_from_rows, split_held_out
-from draftsmith.data.rows import read_rows
+from draftsmith.data.rows import MANIFEST, read_rows
 from draftsmith.data.vocab import most_frequent
 from draftsmith.drafters.medusa import MedusaHeads
 from draftsmith.drafters.methods import build, trainable
@@ -104,6 +105,7 @@ def prepare(recipe: Recipe, run: Path) -> Training:
         )
     training, held_out = split_held_out(documents, recipe.data.held_out, recipe.seed)
     target = Target.load(recipe.target)
+    check_origin(run / "rows", target, journal)
     set_seed(recipe.seed)
     drafter = build(recipe.drafter, target, draft_ids(recipe, target, training))
     loss = SlotLoss(drafter, target, recipe)
@@ -122,6 +124,29 @@ def prepare(recipe: Recipe, run: Path) -> Training:
         journal=journal,
         meter=Meter(accelerator, target.device),
     )
+
+
+def check_origin(folder: Path, target: Target, journal: Journal) -> None:
+    """The rows must be this target's own answers; another precision is only named."""
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
+        return
+    made = json.loads(manifest.read_text(encoding="utf-8"))["target"]
+    differing = {
+        key: f"{key} {made.get(key)} / {value}"
+        for key, value in target.fingerprint.items()
+        if made.get(key) != value
+    }
+    precision = differing.pop("dtype", None)
+    if differing:
+        raise UserError(
+            f"{folder}: the answers are another target's ({'; '.join(differing.values())}, rows / "
+            "recipe); let this target answer, or name the target that did"
+        )
+    if precision is not None:
+        journal.say(
+            f"warning: the rows were made in another precision ({precision}, rows / recipe)"
+        )
 
 
 def start_processes(recipe: Recipe) -> Accelerator:

@@ -168,7 +168,7 @@ def test_gradcheck_through_a_soft_cap(kind: str) -> None:
         changed = replace(slots, hidden=hidden, head=replace(slots.head, own=own))
         return projected_sum(changed, states, target, CrossEntropy(), chunk=3)[0]
 
-    assert torch.autograd.gradcheck(loss, (slots.hidden, slots.head.own))
+    assert torch.autograd.gradcheck(loss, (slots.hidden, slots.head.own), fast_mode=True)
 
 
 def test_slots_without_a_label_are_never_read() -> None:
@@ -239,9 +239,7 @@ class Largest(TorchDispatchMode):
 
     size = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for part in out if isinstance(out, tuple | list) else (out,):
             if isinstance(part, Tensor):

@@ -9,7 +9,7 @@ import torch
 from draftsmith.drafters.proposal import Proposal
 from draftsmith.drafters.sampler import Sampling, standardise
 from draftsmith.drafters.tree import Tree, chain
-from draftsmith.eval.verify import verify
+from draftsmith.eval.verify import choose, verify
 
 V, LENGTH = 3, 3
 
@@ -63,7 +63,8 @@ def node_contexts(context, proposal):
 
 
 def output_law(model, context, tree, left):
-    """Law of the next `left` tokens under rounds of draft and verify, by enumerating every choice."""
+    """Law of the next `left` tokens under rounds of draft and verify, by enumerating every choice.
+    """
     if left <= 0:
         return {(): 1.0}
     proposal = propose(model, context, tree)
@@ -111,7 +112,8 @@ def test_the_output_law_is_the_targets(tree, sampling):
 
 
 def test_redrawing_after_a_miss_would_be_biased():
-    """The enumeration can fail: emit a fresh draw instead of the drawn token, and the law is off."""
+    """The enumeration can fail: emit a fresh draw instead of the drawn token, and the law is off.
+    """
     model = ToyModel(0, Sampling(1.0))
     drafted = model.guesses((), 1)[0]
     p = model.law(())
@@ -157,3 +159,10 @@ def test_draws_that_the_rule_is_not_exact_for_are_refused(draw):
     proposal = Proposal(tokens, torch.zeros_like(tokens), tokens.bool(), q, draw)
     with pytest.raises(ValueError, match="exact for draw 'point'"):
         verify(proposal, torch.tensor([[1, 1]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_greedy_choice_takes_the_lowest_id_of_a_tie(dtype):
+    logits = torch.randint(0, 4, (1, 5, 3000)).to(dtype)
+    first = [row.index(max(row)) for row in logits[0].tolist()]
+    assert choose(logits, Sampling(), None)[0].tolist() == first

@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+import transformers.models.llama.modeling_llama  # noqa: F401, the target's: transformers is lazy
+
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train import trainer
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,6 +18,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.recipes.errors import UserError
 from draftsmith.train import checkpoint, trainer
 from draftsmith.train.checkpoint import latest
+from draftsmith.train.rng import rng_state
 from draftsmith.train.setup import adamw, prepare
 from draftsmith.train.trainer import take_step, train
 from tests.train.counting import counting_row, read_log, recipe_for, save_rows, save_target
@@ -76,7 +78,7 @@ def test_medusa_learns_to_count(run, tmp_path):
     assert log[-1]["conditional_hit_rate"] == [1.0, 1.0, 1.0]
     assert log[-1]["uniform_hit_length"] > 3.0
     walks = read_log(run, "held_out")
-    assert walks[0]["tau"] < walks[-1]["tau"] and walks[-1]["conditional_acceptance"] == [1.0] * 3
+    assert walks[0]["tau"] < walks[-1]["tau"] and walks[-1]["tau"] > 3.0
     assert set(walks[-1]["tau_by_category"]) == {"even", "odd"}
     loaded = load_drafter(folder, Target.load(recipe.target))
     assert torch.equal(loaded.weight, weights(run)["weight"])
@@ -327,9 +329,11 @@ def test_another_micro_batch_may_resume_and_is_named(stopped, target, run, capsy
     assert "warning: train.rows_per_micro_batch 2 -> 1" in capsys.readouterr().out
 
 
-def test_weights_and_moments_are_fp32_after_resume(stopped, run):
+def test_after_resume_all_is_fp32_and_draws_go_on(stopped, run):
     t = prepare(stopped, run)
+    random.random(), np.random.rand(), torch.rand(1)  # whatever was drawn before
     trainer.resume(t)
+    assert rng_state() == latest(run / "checkpoints").state["rng"][0]
     held = [*t.parameters.values()]
     held += [value for state in t.optimizer.state.values() for value in state.values()]
     assert len(held) == 4 * len(t.parameters) and {value.dtype for value in held} == {torch.float32}
