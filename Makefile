@@ -32,7 +32,7 @@ lint: dev
 
 # Memory and time of a training step, chunked against whole.
 bench: dev
-	$(BIN)/python -m draftsmith.train.bench
+	$(BIN)/python -m draftsmith.train.bench_step
 
 # Greedy output of every arm against plain greedy, on all evaluation prompts.
 exact: dev

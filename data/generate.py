@@ -40,7 +40,7 @@ def answer(
     """Generate for a whole batch. Rows that ended leave it once a quarter of them has."""
     rows = torch.arange(len(batch), device=target.device)  # [b] who is still generating
     picks = Picks(batch, max_new_tokens, target.device)
-    ends = torch.tensor(target.eos_ids, device=target.device)
+    ends = torch.tensor(target.eos_ids, dtype=torch.int64, device=target.device)
     tokens = torch.zeros((len(batch), max_new_tokens), dtype=torch.int64, device=target.device)
     ended = torch.zeros(len(batch), dtype=torch.bool, device=target.device)
     state = Decoding(target, [request.ids for request in batch], max_new_tokens)

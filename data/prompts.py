@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,10 +63,9 @@ def load_prompts(config: DataConfig, *, split: Split, seed: int) -> PromptSet:
     train = split == "train"
     source = config.prompts if train else config.eval_prompts
     rows = _rows_of(source, split=split, part=config.split if train else config.eval_split)
-    found = collect(rows)
     if train and config.grow:
-        grown = collect(_numbered("grown", starter.grow(config.grow, seed)), found)
-        found = grown
+        rows = chain(rows, _numbered("grown", starter.grow(config.grow, seed)))
+    found = collect(rows)
     if not found.prompts:
         raise UserError(f"{source}: no prompt is left. Dropped: {_listed(found.dropped)}")
     if train and config.limit is not None:
@@ -73,12 +73,12 @@ def load_prompts(config: DataConfig, *, split: Split, seed: int) -> PromptSet:
     return found
 
 
-def collect(rows: Iterable[Row], before: PromptSet | None = None) -> PromptSet:
-    """Rows of any accepted form as prompts, after those of `before`; repeated ones are dropped."""
-    prompts = list(before.prompts) if before else []
-    dropped = Counter(before.dropped) if before else Counter[str]()
-    keys = {prompt.key for prompt in prompts}
-    contents = {content_key(prompt.messages) for prompt in prompts}
+def collect(rows: Iterable[Row]) -> PromptSet:
+    """Rows of any accepted form as prompts; repeated ones are dropped."""
+    prompts: list[Prompt] = []
+    dropped: Counter[str] = Counter()
+    keys: set[str] = set()
+    contents: set[str] = set()
     for where, row in rows:
         try:
             prompt = _prompt(where, row)

@@ -120,9 +120,10 @@ class Target:
         mask [B, 1, M, S+M] bool (True: visible), S cached positions; None: causal.
         """
         total = cache.length + ids.shape[1]
-        if mask is not None and self.window() is not None and total > self.window():  # type: ignore[operator]
+        window = self.window()
+        if mask is not None and window is not None and total > window:
             raise UserError(
-                f"{self.name} attends to a window of {self.window()} positions and {total} are "
+                f"{self.name} attends to a window of {window} positions and {total} are "
                 "needed; "
                 "trees and batched generation need the whole context inside the window: "
                 "shorten the prompts or the answers"
@@ -130,11 +131,19 @@ class Target:
         output = self.base(
             input_ids=ids,
             position_ids=positions,
-            attention_mask=mask,
+            attention_mask=self.as_attention_mask(mask),
             use_cache=True,
             **{self.cache_argument: cache.cache},
         )
         return output.last_hidden_state  # type: ignore[no-any-return]
+
+    def as_attention_mask(self, mask: Tensor | None) -> Tensor | None:
+        """Eager attention adds its mask to the scores: False becomes the lowest number."""
+        if mask is None or self.config._attn_implementation != "eager":
+            return mask
+        return torch.zeros_like(mask, dtype=self.dtype).masked_fill(
+            ~mask, torch.finfo(self.dtype).min
+        )
 
     def new_cache(self) -> TargetCache:
         """An empty cache. Refuses models whose state cannot be rolled back."""

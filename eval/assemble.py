@@ -166,7 +166,7 @@ def arm_report(
         top_k=arm.sampling.top_k,
         batch=1,
         dtype=str(target.dtype).removeprefix("torch."),
-        quantisation=f"{target.fingerprint['origin']} weights",
+        quantisation=f"weights {target.fingerprint['origin']}",
         device=str(target.device),
         threads=torch.get_num_threads(),
         baseline=arm.baseline,

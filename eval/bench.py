@@ -50,7 +50,7 @@ class BenchPrompt:
 
 
 def greedy_arms(drafter: Drafter, kind: str, chain: Tree, tree: Tree) -> list[Arm]:
-    """Both baselines, the chain, and the tree where it is another shape."""
+    """Both baselines, the chain of all slots, and the searched tree."""
     greedy = Sampling()
     arms = [Arm(PLAIN, PLAIN, greedy), Arm(GENERATE, PLAIN, greedy, engine="transformers")]
     return arms + drafted_arms(drafter, kind, chain, tree, greedy, PLAIN, "")
@@ -74,10 +74,11 @@ def drafted_arms(
     baseline: str,
     suffix: str,
 ) -> list[Arm]:
-    """Chain and tree; one arm where the tree is the chain."""
+    """The chain of all slots, and what the search chose where that is another shape."""
     arms = [Arm(f"{kind} chain{suffix}", baseline, sampling, drafter=drafter, tree=chain)]
     if tree.paths != chain.paths:
-        arms.append(Arm(f"{kind} tree{suffix}", baseline, sampling, drafter=drafter, tree=tree))
+        shape = f"chain of {tree.nodes}" if tree.is_chain else "tree"
+        arms.append(Arm(f"{kind} {shape}{suffix}", baseline, sampling, drafter=drafter, tree=tree))
     return arms
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from draftsmith.drafters.slots import Batch, Head, TargetStates, all_roots
 from draftsmith.drafters.target import Target
 
 TOKENS_AT_ONCE = 8192  # of a padded batch: bounds the memory of a pass
+ROUNDING = 4  # units in the last place of the largest logit that rounding may shift
 LOGITS_AT_ONCE = 256  # positions projected to the vocabulary together
 
 
@@ -34,8 +35,8 @@ class Divergence:
     best: float  # the winner's logit
 
     def rounding(self, dtype: torch.dtype) -> float:
-        """The margin that rounding can turn: eight units in the last place of the best logit."""
-        return 8 * torch.finfo(dtype).eps * abs(self.best)
+        """The margin that rounding can turn."""
+        return ROUNDING * torch.finfo(dtype).eps * abs(self.best)
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,10 @@ def greedy_divergences(target: Target, answers: Sequence[Answer]) -> list[list[D
     found: list[list[Divergence]] = [[] for _ in answers]
     for index, start, logits in output_logits(target, answers):
         tokens = output_slice(answers[index], start, logits)
-        best = logits.max(dim=-1)
-        margin = best.values - logits.gather(1, tokens[:, None])[:, 0]
-        for at in torch.nonzero(best.indices != tokens)[:, 0].tolist():
-            found[index].append(Divergence(start + at, float(margin[at]), float(best.values[at])))
+        best = logits.argmax(dim=-1)  # the first of equals, as decoding takes it
+        top, mine = (logits.gather(1, ids[:, None])[:, 0] for ids in (best, tokens))
+        for at in torch.nonzero(best != tokens)[:, 0].tolist():
+            found[index].append(Divergence(start + at, float(top[at] - mine[at]), float(top[at])))
     return found
 
 
@@ -90,12 +91,21 @@ def law_score(target: Target, answers: Sequence[Answer], sampling: Sampling) -> 
     for index, start, logits in output_logits(target, answers):
         p = standardise(logits.double(), sampling)  # [n, V]
         tokens = output_slice(answers[index], start, logits)
-        total += score_tokens(p, tokens)
+        score = score_tokens(p, tokens)
+        total += replace(score, impossible=beyond_support(p, tokens, logits, target.dtype))
     return total
 
 
+def beyond_support(p: Tensor, tokens: Tensor, logits: Tensor, dtype: torch.dtype) -> int:
+    """Tokens that top-k or top-p leave out, and that no rounding could have let in."""
+    floor = logits.masked_fill(p == 0, float("inf")).amin(-1)
+    slack = ROUNDING * torch.finfo(dtype).eps * logits.amax(-1).abs()
+    mine = logits.gather(1, tokens[:, None])[:, 0]
+    return int((mine < floor - slack).sum())
+
+
 def score_tokens(p: Tensor, tokens: Tensor) -> LawScore:
-    """The score of tokens [n] under laws p [n, V]."""
+    """The score of tokens [n] under laws p [n, V]; tokens of p = 0 are only counted."""
     mine = p.gather(1, tokens[:, None])[:, 0]
     possible = mine > 0
     log = p.clamp_min(torch.finfo(p.dtype).tiny).log()

@@ -131,7 +131,7 @@ def time_round(bench: Bench, drafter: Drafter, state: object, tree: Tree) -> Par
 
 
 def some_verdict(tree: Tree, chosen: Tensor) -> Verdict:
-    """Two drafts accepted (one where the tree is no deeper): random context would accept none."""
-    best = [tree.paths.index((0,) * length) + 1 for length in (1, 2) if (0,) * length in tree.paths]
-    path = torch.tensor([best], device=chosen.device)
-    return Verdict(path, torch.tensor([len(best)], device=chosen.device), chosen[:, 0])
+    """Two drafts accepted (one where node 1 has no child): random context would accept none."""
+    children = (tree.parent == 1).nonzero()[:1, 0] + 1
+    path = torch.cat([children.new_ones(1), children])[None]  # [1, P]
+    return Verdict(path, path.new_full((1,), path.shape[1]), chosen[:, 0])

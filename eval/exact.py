@@ -171,7 +171,7 @@ def check(subject: Subject) -> bool:
     prompts, _ = evaluation_prompts(target, recipe)
     findings = examine(target, arms, prompts, max_new_tokens=recipe.eval.max_new_tokens)
     print(
-        f"\n{target.name} ({target.fingerprint['origin']} weights), {recipe.target.dtype}, "
+        f"\n{target.name} (weights {target.fingerprint['origin']}), {recipe.target.dtype}, "
         f"{len(prompts)} prompts, at most {recipe.eval.max_new_tokens} tokens each"
     )
     passed = [finding.passed(target.dtype) for finding in findings]

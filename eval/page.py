@@ -108,7 +108,7 @@ def heading(report: Report) -> str:
     return (
         f"<header><h1>{escape(report.name)}</h1>"
         f'<p class="soft">{escape(str(kind))} drafter for <code>{escape(target["model"])}</code> '
-        f"({escape(target['origin'])} weights), {escape(report.conditions['machine'])}, "
+        f"(weights {escape(target['origin'])}), {escape(report.conditions['machine'])}, "
         f"{escape(report.created)}</p></header>"
     )
 

@@ -1,7 +1,5 @@
 """The evaluation stage: a trained drafter in, a report out."""
 
-import os
-import platform
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,6 +19,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree, chain
 from draftsmith.eval.assemble import Memory, arm_report, check_arm, sample_of
 from draftsmith.eval.bench import Arm, BenchPrompt, greedy_arms, measure, sampled_arms
+from draftsmith.eval.conditions import conditions, notes
 from draftsmith.eval.costs import measure_costs
 from draftsmith.eval.prompts import evaluation_prompts
 from draftsmith.eval.report import Report, Sample, TreeChoice, Walk, write_report
@@ -31,7 +30,7 @@ from draftsmith.eval.training_log import training_curve
 from draftsmith.eval.tune import Calibration, Choice, calibrate, choose_tree, from_json, to_json
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.load import override_recipe
-from draftsmith.recipes.provenance import git_revision, versions
+from draftsmith.recipes.provenance import versions
 from draftsmith.recipes.schema import EvalConfig, Recipe
 
 SAMPLES = 4
@@ -212,8 +211,8 @@ def make_report(
         command=shlex.join(sys.argv),
         versions=dict(entry.split(" ", 1) for entry in versions()),
         target=job.target.fingerprint,
-        conditions=conditions(job, prompts, costs.context),
-        notes=notes(job, arms, dropped),
+        conditions=conditions(job.recipe, job.target, prompts, costs.context),
+        notes=notes(job.target, arms, dropped, greedy=job.calibration.greedy),
         arms=reports,
         costs_ms={name: milliseconds(cost) for name, cost in costs.by_arm.items()},
         walk=walk_of(job.calibration),
@@ -221,58 +220,6 @@ def make_report(
         samples=samples_of(job, arms, trials, prompts),
         training=training_curve(job.log),
     )
-
-
-def conditions(job: Job, prompts: Sequence[BenchPrompt], context: int) -> dict[str, str]:
-    """What holds for every arm."""
-    recipe, categories = job.recipe, {prompt.category for prompt in prompts}
-    thinking = recipe.data.thinking
-    return {
-        "prompt set": f"{recipe.data.eval_prompts}, split {recipe.data.eval_split}: "
-        f"{len(prompts)} prompts in {len(categories)} categories",
-        "answers": f"at most {recipe.eval.max_new_tokens} tokens, ended by the target's end tokens",
-        "repeats": f"{recipe.eval.repeats} of every prompt and arm, arms in rotated order",
-        "warm-up": "one short answer per arm, thrown away",
-        "prefill": "not counted, nor is the token it yields; columns that count it say so",
-        "transformers.generate": "timed from its first to its last token by a streamer, "
-        "default cache, every logits processor off",
-        "template": f"{job.target.fingerprint['template']}, thinking "
-        f"{'not passed' if thinking is None else thinking}",
-        "machine": machine(job.target),
-        "engine": "eager PyTorch, batch 1, one process",
-        "cost context": f"after {context} cached tokens",
-        "revision": git_revision(),
-        "seed": str(recipe.seed),
-    }
-
-
-def machine(target: Target) -> str:
-    """The processor or GPU that decoded."""
-    if target.device.type == "cuda":
-        return torch.cuda.get_device_name(target.device)
-    cpu = Path("/proc/cpuinfo")
-    lines = cpu.read_text(encoding="utf-8").splitlines() if cpu.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else platform.processor() or platform.machine()
-    return f"{name}, {os.cpu_count()} cores"
-
-
-def notes(job: Job, arms: Sequence[Arm], dropped: Mapping[str, int]) -> list[str]:
-    """What a reader must know before quoting a figure."""
-    found = [f"The target's weights: {job.target.fingerprint['origin']}."]
-    if job.target.fingerprint["origin"].startswith("de-quantised"):
-        found.append(
-            "De-quantised weights are not the published ones: figures hold for this target only."
-        )
-    if not any(arm.tree is not None and not arm.tree.is_chain for arm in arms):
-        found.append("The tree search chose a chain: on this machine no branch pays for its node.")
-    if not job.calibration.greedy:
-        found.append("The tree was searched on sampled answers; no held-out answer is greedy.")
-    found.append(
-        "transformers' assisted generation cannot use these heads; it is not among the baselines."
-    )
-    found += [f"{count} evaluation prompts left out: {why}." for why, count in dropped.items()]
-    return found
 
 
 def milliseconds(cost: RoundCost) -> dict[str, float]:

@@ -2,4 +2,4 @@
 
 
 class UserError(ValueError):
-    """Something a user can mend: says what was given, what is allowed, and how to mend it, in one line."""
+    """What a user can mend: one line of what was given, what is allowed, and how to mend it."""

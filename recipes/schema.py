@@ -1,6 +1,6 @@
 """Every knob of a recipe, typed. Defaults are the values of the source paper where there is one.
 
-Blocks are frozen and refuse unknown keys; `recipes/load.py` turns pydantic's errors into one clear line.
+Blocks are frozen and refuse unknown keys; `recipes/load.py` says errors in one clear line.
 """
 
 from typing import Annotated, Literal, Self
@@ -34,14 +34,15 @@ class DistilConfig(Block):
     temperature: Annotated[float, Field(ge=0.0)] = 0.0  # 0: greedy
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0  # 0: off
-    greedy_share: Fraction = 0.0  # with temperature > 0: this share of the prompts is answered greedily
+    greedy_share: Fraction = 0.0  # with temperature > 0: share of the prompts answered greedily
     batch_size: Positive = 64
 
 
 class DataConfig(Block):
     """Prompts, their answers, and how answers become training rows."""
 
-    prompts: str = "starter"  # `starter`, a .jsonl file, a local `datasets` folder, or a Hub data set id
+    # `starter`, a .jsonl file, a local `datasets` folder, or a Hub data set id
+    prompts: str = "starter"
     split: str = "train"
     eval_prompts: str = "starter"  # the same choices; `starter` is the shipped evaluation set
     eval_split: str = "test"
@@ -51,7 +52,8 @@ class DataConfig(Block):
     max_prompt_tokens: Positive = 1024
     max_length: Positive = 2048  # tokens of a packed row
     min_supervised_tokens: Positive = 1
-    cut_answers: Literal["keep", "mask_last", "drop"] = "keep"  # answers that ran into max_new_tokens
+    # answers that ran into max_new_tokens
+    cut_answers: Literal["keep", "mask_last", "drop"] = "keep"
     held_out: Annotated[int, Field(ge=1)] = 64  # documents kept away from training, for the walk
     distil: DistilConfig = DistilConfig()
 
@@ -73,7 +75,9 @@ class ObjectiveConfig(Block):
 
     loss: Literal["ce", "kl", "tv", "lk", "e2e_tv"] = "ce"
     weights: Literal["geometric", "exponential", "dpace", "list"] = "geometric"
-    decay: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8  # geometric: slot k weighs decay^k (Medusa: 0.8)
+    decay: Annotated[float, Field(gt=0.0, le=1.0)] = (
+        0.8  # geometric: slot k weighs decay^k (Medusa)
+    )
     gamma: Annotated[float, Field(gt=0.0)] = 4.0  # exponential: exp(-(k-1)/gamma) (DFlash)
     slot_weights: tuple[Annotated[float, Field(ge=0.0)], ...] = ()  # list: one weight per slot
     dpace_alpha: Fraction = 0.5  # D-PACE's smoothing
@@ -122,10 +126,11 @@ class TrainConfig(Block):
 class EvalConfig(Block):
     """What the report measures."""
 
-    prompts: Positive | None = None  # at most this many evaluation prompts, spread over the categories
+    prompts: Positive | None = None  # at most this many, spread over the categories
     max_new_tokens: Positive = 128
     repeats: Positive = 1  # timed repeats of every prompt and arm, interleaved
-    tree_nodes: Annotated[int, Field(ge=1, le=63)] | Literal["auto"] = "auto"  # nodes without the root
+    # nodes without the root
+    tree_nodes: Annotated[int, Field(ge=1, le=63)] | Literal["auto"] = "auto"
     temperature: Annotated[float, Field(ge=0.0)] = 0.0  # > 0 adds a point-mass sampling arm
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0

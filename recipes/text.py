@@ -52,6 +52,12 @@ class RecipeDumper(yaml.SafeDumper):
     }
 
 
+def flow_list(dumper: RecipeDumper, values: list[Any]) -> yaml.Node:
+    """A list on one line; blocks stay on lines of their own."""
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=True)
+
+
+RecipeDumper.add_representer(list, flow_list)
 for tag, pattern, starts in CORE_TYPES:
     first = ["" if character == "\0" else character for character in starts]
     RecipeLoader.add_implicit_resolver(tag, re.compile(pattern), first)
@@ -73,5 +79,5 @@ def parse(text: str, source: str) -> Any:
 def dump(data: dict[str, Any]) -> str:
     """Plain data as YAML text that `parse` reads back to the same data."""
     return yaml.dump(
-        data, Dumper=RecipeDumper, sort_keys=False, default_flow_style=None, allow_unicode=True
+        data, Dumper=RecipeDumper, sort_keys=False, default_flow_style=False, allow_unicode=True
     )

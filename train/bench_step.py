@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from draftsmith.drafters.medusa import MedusaHeads
@@ -62,25 +63,36 @@ def main(argv: list[str] | None = None) -> None:
     )
     for dtype in options.dtypes:
         for loss in options.losses:
+            missing = whole_bytes(options, loss) - psutil.virtual_memory().available
+            if missing > 0:
+                print(f"{dtype:6}{loss:8}skipped: {missing / 2**30:.1f} GiB more must be free")
+                continue
             found = compare(options, loss, dtype)
             results.append({"dtype": dtype, "loss": loss, **found})
-            for version in VERSIONS:
-                row = found[version]
-                print(
-                    f"{dtype:6}{loss:8}{version:9}{row['peak'] / 2**20:10.0f}"
-                    f"{row['seconds']:9.2f}{row['cpu_seconds']:8.2f}"
-                )
-            print(
-                f"{dtype:6}{loss:8}{'ratio':9}{found['peak_ratio']:10.3f}"
-                f"{found['time_ratio']:9.2f}{found['cpu_ratio']:8.2f}",
-                flush=True,
-            )
+            print(table(found, loss, dtype), flush=True)
     names = ("tokens", "hidden", "vocab", "heads", "chunk", "repeats", "threads")
     setting = {name: getattr(options, name) for name in names} | {"torch": torch.__version__}
     text = json.dumps({"setting": setting, "results": results})
     print(text)
     if options.json:
         options.json.write_text(text + "\n")
+
+
+def whole_bytes(options: argparse.Namespace, loss: str) -> int:
+    """What the un-chunked version needs, roughly: so many fp32 logits of all slots at once."""
+    copies = 4 if loss == "ce" else 8
+    return int(copies * 4 * options.tokens * options.heads * options.vocab)
+
+
+def table(found: dict[str, Any], loss: str, dtype: str) -> str:
+    """Both versions, and the chunked one as a share of the whole one."""
+    lines = [
+        f"{dtype:6}{loss:8}{version:9}{row['peak'] / 2**20:10.0f}"
+        f"{row['seconds']:9.2f}{row['cpu_seconds']:8.2f}"
+        for version, row in ((version, found[version]) for version in VERSIONS)
+    ]
+    ratios = f"{found['peak_ratio']:10.3f}{found['time_ratio']:9.2f}{found['cpu_ratio']:8.2f}"
+    return "\n".join([*lines, f"{dtype:6}{loss:8}{'ratio':9}{ratios}"])
 
 
 def compare(options: argparse.Namespace, loss: str, dtype: str) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class Objective:
         else:
             assert teacher is not None
             value = self.divergence(flat, teacher, ids)
-        value = torch.where(counted, value.view_as(label), 0.0)
+        value = value.view_as(label)
         if self.config.loss == "e2e_tv":
             loss = losses.e2e_tv(1 - value, counted).sum()
         else:
@@ -147,7 +147,7 @@ class _Chunked:
         weights = self.objective.weights(value, counted, valid)
         if self.config.loss == "e2e_tv":
             return losses.e2e_tv(1 - value, counted).sum(), weights
-        return (weights * torch.where(counted, value, 0.0)).sum(), weights
+        return (weights * value).sum(), weights
 
 
 def slot_weights(config: ObjectiveConfig, depth: int) -> Tensor:

@@ -43,6 +43,7 @@ def save(t: Training) -> None:
         "step_in_epoch": t.step % t.steps_per_epoch,
         "seconds": t.seconds,
         "supervised": t.supervised,
+        "grad_norm": t.grad_norm,
         "meter": t.meter.dump(),
         "rng": gather_object([rng_state()]),
         **identity(t),
@@ -76,7 +77,7 @@ def restore(snapshot: Snapshot, t: Training) -> None:
             value.copy_(snapshot.trainables[name])
     restore_moments(t, snapshot.optimizer)
     t.step, t.seconds = snapshot.step, snapshot.state["seconds"]
-    t.supervised = snapshot.state["supervised"]
+    t.supervised, t.grad_norm = snapshot.state["supervised"], snapshot.state["grad_norm"]
     t.meter.load(snapshot.state["meter"])
     states, process = snapshot.state["rng"], t.accelerator.process_index
     if len(states) == t.accelerator.num_processes:

@@ -66,7 +66,7 @@ class Training:
     step: int = 0
     seconds: float = 0.0  # spent in steps
     supervised: int = 0  # tokens learned from, up to the last log line
-    grad_norm: float = 0.0
+    grad_norm: float = 0.0  # before clipping, of the last step that was not skipped
     parameters: dict[str, nn.Parameter] = field(init=False)
     steps_per_epoch: int = field(init=False)
     total: int = field(init=False)  # steps of the whole run

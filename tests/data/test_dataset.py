@@ -18,7 +18,9 @@ from draftsmith.recipes.schema import DataConfig
 from tests.tiny import EOS, tiny_target
 
 
-def row(prompt: int, answer: int, finish: Literal["stop", "length"] = "stop", **more: Any):
+def row(
+    prompt: int, answer: int, finish: Literal["stop", "length"] = "stop", **more: Any
+) -> dict[str, Any]:
     ids = list(range(100, 100 + prompt + answer))
     base = {"key": "k", "category": "c", "finish_reason": finish, "temperature": 0.0}
     return base | {"prompt_ids": ids[:prompt], "response_ids": ids[prompt:]} | more

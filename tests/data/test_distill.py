@@ -110,13 +110,22 @@ def test_progress_moves_and_stays_inside_the_batch(target: Target) -> None:
     assert seen and seen == sorted(seen) and seen[0] > 0 and seen[-1] <= len(requests)
 
 
+def watch(monkeypatch: pytest.MonkeyPatch, target: Target) -> list[int]:
+    """The batch size of every step from now on."""
+    sizes: list[int] = []
+    step = target.step
+
+    def watched(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sizes.append(len(ids))
+        return step(ids, *rest)
+
+    monkeypatch.setattr(target, "step", watched)
+    return sizes
+
+
 def test_a_batch_ends_when_all_rows_have(monkeypatch: pytest.MonkeyPatch) -> None:
     everything_ends = tiny_target(eos=tuple(range(288)))
-    steps: list[int] = []
-    step = everything_ends.step
-    monkeypatch.setattr(
-        everything_ends, "step", lambda ids, *rest: (steps.append(len(ids)), step(ids, *rest))[1]
-    )
+    steps = watch(monkeypatch, everything_ends)
     requests, _ = make_requests(everything_ends, make_prompts(3), make_config(), 0)
     answers = answer(everything_ends, requests, 200, lambda done: None)
     assert all(len(reply.ids) == 1 and reply.finish_reason == "stop" for reply in answers)
@@ -124,11 +133,7 @@ def test_a_batch_ends_when_all_rows_have(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_rows_that_ended_leave_the_batch(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    step = target.step
-    monkeypatch.setattr(
-        target, "step", lambda ids, *rest: (sizes.append(len(ids)), step(ids, *rest))[1]
-    )
+    sizes = watch(monkeypatch, target)
     requests, _ = make_requests(target, make_prompts(20), make_config(), 0)
     answer(target, requests, 20, lambda done: None)
     assert sizes == sorted(sizes, reverse=True) and sizes[0] == 20 and sizes[-1] < 15

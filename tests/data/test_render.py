@@ -1,6 +1,9 @@
 import itertools
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from draftsmith.data.render import (
     Rendered,
@@ -69,17 +72,17 @@ TOKENIZERS = {
 ENDS = {"llama": "<|eot_id|>", "gemma": "<end_of_turn>"}
 
 
-def named(name: str):
+def named(name: str) -> PreTrainedTokenizerFast:
     template, options = TOKENIZERS[name]
     return tiny_tokenizer(template, **options)
 
 
-def talk(*texts: str | None) -> list[dict[str, object]]:
+def talk(*texts: str | None) -> list[dict[str, Any]]:
     roles = itertools.cycle(["user", "assistant"])
     return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
 
 
-def spoken(tokenizer, row: Rendered) -> list[str]:
+def spoken(tokenizer: PreTrainedTokenizerFast, row: Rendered) -> list[str]:
     """The supervised runs of a row, as text."""
     runs = itertools.groupby(zip(row.ids, row.supervised, strict=True), key=lambda pair: pair[1])
     return [tokenizer.decode([token for token, _ in run]) for trained, run in runs if trained]
@@ -187,9 +190,6 @@ def test_an_end_token_at_the_head_of_the_next_turn_is_supervised() -> None:
 
 
 def test_tokens_that_straddle_the_border_belong_to_the_answer() -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     words = {"?": 0, ":": 1, "a": 2, ":a": 3, "b": 4}
     backend = Tokenizer(models.WordPiece(words, unk_token="?", continuing_subword_prefix=""))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

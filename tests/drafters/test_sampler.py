@@ -50,3 +50,8 @@ def test_draws_follow_the_law_and_the_generator():
     assert torch.equal(first, again)
     share = torch.bincount(first, minlength=4) / 20000
     assert (share - p[0]).abs().max() < 0.02
+
+
+def test_a_flat_law_needs_more_than_the_first_tokens():
+    p = standardise(torch.zeros(1, 5000), Sampling(temperature=1.0, top_p=0.9))
+    assert int((p > 0).sum()) == 4500

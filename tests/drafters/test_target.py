@@ -103,8 +103,10 @@ def test_steps_with_a_cache_equal_one_pass():
     torch.testing.assert_close(again, whole[:, 7:])
 
 
-def test_a_kept_tree_path_is_as_if_it_had_been_fed_alone():
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_kept_tree_path_is_as_if_it_had_been_fed_alone(attention):
     target = tiny_target()
+    target.model.set_attn_implementation(attention)
     cache, alone = target.new_cache(), target.new_cache()
     prompt = torch.tensor([[30, 31, 32]])
     for one in (cache, alone):

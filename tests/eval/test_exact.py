@@ -11,6 +11,7 @@ from draftsmith.eval.bench import greedy_arms
 from draftsmith.eval.check import (
     Answer,
     Divergence,
+    beyond_support,
     check_greedy,
     first_slot_alpha,
     greedy_divergences,
@@ -112,6 +113,21 @@ def test_law_score_finds_tokens_outside_the_support(target):
     sampling = Sampling(1.0)
     answers = answers_of(target, sampling)
     assert law_score(target, answers, Sampling(1.0, top_k=1)).impossible > 0
+
+
+@pytest.mark.parametrize(
+    ("token", "dtype", "beyond"),
+    [
+        (0, torch.float32, 0),
+        (1, torch.float32, 1),
+        (1, torch.bfloat16, 0),  # a tie that rounding may have broken
+        (2, torch.bfloat16, 1),
+    ],
+)
+def test_support_is_judged_as_sharply_as_the_dtype_allows(token, dtype, beyond):
+    logits = torch.tensor([[10.0, 9.9, 0.0]])
+    p = standardise(logits.double(), Sampling(1.0, top_k=1))
+    assert beyond_support(p, torch.tensor([token]), logits, dtype) == beyond
 
 
 def test_law_score_is_standard_normal_under_the_law_and_catches_bias():

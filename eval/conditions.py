@@ -1,0 +1,69 @@
+"""What holds for every figure of a report, in words."""
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from draftsmith.drafters.target import Target
+from draftsmith.eval.bench import Arm, BenchPrompt
+from draftsmith.recipes.provenance import git_revision
+from draftsmith.recipes.schema import Recipe
+
+
+def conditions(
+    recipe: Recipe, target: Target, prompts: Sequence[BenchPrompt], context: int
+) -> dict[str, str]:
+    """What holds for every arm; `context` is the length at which costs were measured alone."""
+    categories = {prompt.category for prompt in prompts}
+    thinking = recipe.data.thinking
+    return {
+        "prompt set": f"{recipe.data.eval_prompts}, split {recipe.data.eval_split}: "
+        f"{len(prompts)} prompts in {len(categories)} categories",
+        "answers": f"at most {recipe.eval.max_new_tokens} tokens, ended by the target's end tokens",
+        "repeats": f"{recipe.eval.repeats} of every prompt and arm, arms in rotated order",
+        "warm-up": "one short answer per arm, thrown away",
+        "prefill": "not counted, nor is the token it yields; columns that count it say so",
+        "transformers.generate": "timed from its first to its last token by a streamer, "
+        "default cache, every logits processor off",
+        "template": f"{target.fingerprint['template']}, thinking "
+        f"{'not passed' if thinking is None else thinking}",
+        "machine": machine(target),
+        "engine": "eager PyTorch, batch 1, one process",
+        "cost context": f"after {context} cached tokens",
+        "revision": git_revision(),
+        "seed": str(recipe.seed),
+    }
+
+
+def machine(target: Target) -> str:
+    """The processor or GPU that decoded."""
+    if target.device.type == "cuda":
+        return torch.cuda.get_device_name(target.device)
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text(encoding="utf-8").splitlines() if cpu.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def notes(
+    target: Target, arms: Sequence[Arm], dropped: Mapping[str, int], *, greedy: bool
+) -> list[str]:
+    """What a reader must know before quoting a figure. `greedy`: the tree's answers were."""
+    origin = target.fingerprint["origin"]
+    found = [f"The target's weights: {origin}."]
+    if origin.startswith("de-quantised"):
+        found.append("De-quantised weights are not the published ones: figures are of this target.")
+    if not any(arm.tree is not None and not arm.tree.is_chain for arm in arms):
+        found.append("The tree search chose a chain: on this machine no branch pays for its node.")
+    if not greedy:
+        found.append("The tree was searched on sampled answers; no held-out answer is greedy.")
+    found.append(
+        "transformers' assisted generation cannot use these heads; it is not among the baselines."
+    )
+    return found + [
+        f"{count} evaluation prompts left out: {why}." for why, count in dropped.items()
+    ]

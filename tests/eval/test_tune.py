@@ -1,0 +1,105 @@
+"""Costs measured alone, and the tree that they choose."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from draftsmith.drafters.sampler import Sampling
+from draftsmith.drafters.tree import Tree, chain, search_tree
+from draftsmith.eval import tune
+from draftsmith.eval.costs import measure_costs
+from draftsmith.eval.theory import RoundCost
+from draftsmith.eval.tune import calibrate, choose_tree, from_json, to_json
+from draftsmith.recipes.errors import UserError
+from tests.eval.test_bench import drafter_of
+from tests.eval.test_report import documents
+from tests.tiny import tiny_target
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    return drafter_of(target)
+
+
+def test_every_tree_gets_its_three_costs(target, drafter):
+    """Also trees without the best guess, and one whose first node has no child."""
+    trees = [
+        chain(1),
+        chain(3),
+        Tree(((1,),)),
+        Tree(((0,), (1,), (1, 0))),
+        search_tree([[0.5, 0.4, 0.3], [0.3, 0.2]], 8),
+    ]
+    costs = measure_costs(target, drafter, trees, context=10, sampling=Sampling(0.7), turns=2)
+    assert len(costs) == len(trees)
+    assert all(min(asdict(cost).values()) > 0 for cost in costs)
+    assert len({cost.plain for cost in costs}) == 1  # one baseline for all
+
+
+def test_measuring_leaves_the_cached_context_as_it_was(target, drafter, monkeypatch):
+    lengths = []
+    original = target.step
+
+    def spy(ids, positions, cache, mask=None):
+        lengths.append(cache.length)
+        return original(ids, positions, cache, mask)
+
+    monkeypatch.setattr(target, "step", spy)
+    measure_costs(target, drafter, [chain(2)], context=9, sampling=Sampling(), turns=3)
+    assert lengths[0] == 0
+    assert set(lengths[1:]) == {9}
+
+
+def test_calibration_walks_greedy_answers_where_there_are_any(target, drafter):
+    greedy = documents(target)
+    sampled = [replace(document, greedy=False) for document in greedy]
+    found = calibrate(target, drafter, [*greedy, *sampled[:1]])
+    assert found.documents == len(greedy)
+    assert found.greedy
+    only = calibrate(target, drafter, sampled)
+    assert not only.greedy
+    assert only.tau == found.tau
+    with pytest.raises(UserError, match="held-out"):
+        calibrate(target, drafter, [])
+
+
+def test_longer_trees_of_one_search_never_walk_shorter(target, drafter):
+    """Every searched tree holds the smaller ones, so its walk accepts at least as much."""
+    found = calibrate(target, drafter, documents(target))
+    assert found.sizes == sorted(found.sizes)
+    assert found.tau == sorted(found.tau)
+    assert [found.tree(nodes).nodes for nodes in found.sizes] == found.sizes
+
+
+def test_the_best_quotient_wins_and_a_fixed_size_is_obeyed(target, drafter, monkeypatch):
+    calibration = replace(
+        calibrate(target, drafter, documents(target)), sizes=[1, 2, 4], tau=[1.2, 1.5, 1.6]
+    )
+    rounds = {1: 1.0, 2: 1.1, 4: 1.5, 3: 9.9}
+
+    def fake(target, drafter, trees, *, context, sampling):
+        return [RoundCost(1.0, 0.0, rounds[tree.nodes], 0.0) for tree in trees]
+
+    monkeypatch.setattr(tune, "measure_costs", fake)
+    choice, others = choose_tree(
+        target, drafter, calibration, nodes=None, context=8, extra=[chain(3)]
+    )
+    assert choice.tree.nodes == 2
+    assert choice.cost.verify == 1.1
+    assert [cost.verify for cost in others] == [9.9]
+    fixed, _ = choose_tree(target, drafter, calibration, nodes=4, context=8, extra=[])
+    assert fixed.tree.nodes == 4
+    assert fixed.sizes == [4]
+
+
+def test_calibration_survives_its_file(target, drafter):
+    found = calibrate(target, drafter, documents(target))
+    assert from_json(to_json(found), Path("folder")) == found
+    with pytest.raises(UserError, match="damaged"):
+        from_json({"documents": 1}, Path("folder"))
