@@ -97,7 +97,7 @@ def convert(source: Path, builtin: Builtin, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         source, gguf_file=builtin.gguf, dtype=torch.float32
     )
-    plain = type(model)(clean_config(model.config))
+    plain: Any = type(model)(clean_config(model.config))
     plain.load_state_dict(model.state_dict())
     plain.to(torch.bfloat16).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=builtin.gguf)

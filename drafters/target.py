@@ -74,7 +74,7 @@ class Target:
         }
         with hub_errors(config.model):
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
-            model = AutoModelForCausalLM.from_pretrained(
+            model: Any = AutoModelForCausalLM.from_pretrained(
                 source, dtype=getattr(torch, config.dtype), use_safetensors=True, **options
             )
         fingerprint = make_fingerprint(config, model, tokenizer)
@@ -161,8 +161,9 @@ class Target:
         config = self.config.to_dict()
         kinds = config.get("layer_types")
         if kinds is None:  # older families slide on every layer where a window is set
-            return config.get("sliding_window")
-        return config["sliding_window"] if "sliding_attention" in kinds else None
+            kinds = ["sliding_attention"]
+        window: int | None = config.get("sliding_window") if "sliding_attention" in kinds else None
+        return window
 
     @torch.no_grad()
     def check_head(self) -> None:

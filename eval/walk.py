@@ -19,6 +19,7 @@ from draftsmith.drafters.slots import Head, all_roots
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Path, Tree, chain
 
+MISS, NO_SLOT = -1, -2  # in a rank table: no ranked guess fits; the slot is not valid
 RANKS = 10  # guesses per slot that are ranked; a label further down counts as a miss
 
 
@@ -28,7 +29,7 @@ class RankTable:
     guess fits.
     """
 
-    ranks: list[Tensor]  # per document [groups, K] int64; -2 where the slot is not valid
+    ranks: list[Tensor]  # per document [groups, K] int64: a rank, MISS or NO_SLOT
     documents: list[Document]
 
     def accuracy(self) -> list[list[float]]:
@@ -36,26 +37,27 @@ class RankTable:
         search).
         """
         ranks = torch.cat(self.ranks)  # [N, K]
-        valid = (ranks > -2).sum(dim=0).clamp(min=1)
+        valid = (ranks > NO_SLOT).sum(dim=0).clamp(min=1)
         hits = torch.stack([(ranks == rank).sum(dim=0) for rank in range(RANKS)])  # [RANKS, K]
         return (hits / valid).T.tolist()
 
 
 @dataclass
 class WalkCounts:
-    """Sums of a walk. reached[k], hit[k]: rounds in which slot k+1 was tried (earlier ones
-    accepted), and accepted.
+    """Sums of a walk. Rounds in which the text still had a token for slot k+1 (offered[k]), in
+    which the slots before it were accepted as well (reached[k]), and it too (hit[k]).
     """
 
     depth: int
     rounds: int = 0
     emitted: int = 0
     taus: list[float] = field(default_factory=list)  # per answer that had a round
+    offered: list[int] = field(init=False)
     reached: list[int] = field(init=False)
     hit: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.reached, self.hit = [0] * self.depth, [0] * self.depth
+        self.offered, self.reached, self.hit = ([0] * self.depth for _ in range(3))
 
     @property
     def tau_micro(self) -> float:
@@ -72,14 +74,15 @@ class WalkCounts:
         return [h / r if r else 0.0 for h, r in zip(self.hit, self.reached, strict=True)]
 
     def joint(self) -> list[float]:
-        """Share of all rounds in which slots 1..k were accepted."""
-        return [h / self.rounds if self.rounds else 0.0 for h in self.hit]
+        """Share of the rounds that had a token for slot k in which slots 1..k were accepted."""
+        return [h / o if o else 0.0 for h, o in zip(self.hit, self.offered, strict=True)]
 
     def add(self, other: "WalkCounts") -> None:
         """Sum two walks."""
         self.rounds += other.rounds
         self.emitted += other.emitted
         self.taus += other.taus
+        self.offered = [a + b for a, b in zip(self.offered, other.offered, strict=True)]
         self.reached = [a + b for a, b in zip(self.reached, other.reached, strict=True)]
         self.hit = [a + b for a, b in zip(self.hit, other.hit, strict=True)]
 
@@ -116,8 +119,8 @@ def rank_table(
         count = min(RANKS, head_rows(slots.head))
         best = top_tokens(slots.hidden, slots.head, count, chunk=chunk, adjust=target.adjust)
         fits = best == slots.labels.label[..., None]
-        found = torch.where(fits.any(dim=-1), fits.int().argmax(dim=-1), -1)
-        found = torch.where(slots.labels.valid, found, -2).cpu()
+        found = torch.where(fits.any(dim=-1), fits.int().argmax(dim=-1), MISS)
+        found = torch.where(slots.labels.valid, found, NO_SLOT).cpu()
         at = batch.documents[roots.row, roots.position].cpu()
         row = roots.row.cpu()
         for number, i in enumerate(index):
@@ -147,11 +150,13 @@ def walk(table: RankTable, tree: Tree | None = None) -> WalkResult:
 def walk_one(ranks: list[list[int]], paths: set[Path], depth: int) -> WalkCounts:
     """One answer: ranks[i] belongs to the i-th answer token as root; the last needs no round."""
     counts, at, last = WalkCounts(depth), 0, len(ranks) - 1
+    deepest = max(map(len, paths))
     while at < last:
         accepted = matched(ranks[at], paths)
-        deepest = max(len(path) for path in paths)
-        for slot in range(min(accepted + 1, deepest)):
-            counts.reached[slot] += 1
+        for slot in range(deepest):
+            offered = ranks[at][slot] > NO_SLOT
+            counts.offered[slot] += offered
+            counts.reached[slot] += offered and slot <= accepted
             counts.hit[slot] += slot < accepted
         emitted = min(accepted + 1, last - at)
         counts.rounds += 1

@@ -15,13 +15,16 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import write_text
 from draftsmith.recipes.schema import Recipe
 
-# Knobs of a block that change what is shown or kept, not the results.
+# Knobs that change what is shown or kept, not the results,
 COSMETIC = (
     "train.log_every",
+    "train.eval_every",
     "train.save_every",
     "train.keep_checkpoints",
     "train.trackers",
 )
+# and these only the order in which numbers are added up: a run may go on with others.
+ROUNDING = ("train.rows_per_micro_batch", "train.chunk", "target.device")
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def settings(recipe: Recipe, stage: Stage) -> dict[str, Any]:
         key: value
         for key, value in knobs.items()
         if any(key == part or key.startswith(f"{part}.") for part in stage.keys)
-        and key not in COSMETIC
+        and key not in (*COSMETIC, *ROUNDING)
     }
     for key in ("data.prompts", "data.eval_prompts"):
         path = Path(str(mine.get(key, ""))).expanduser()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.stages import COSMETIC, ROUNDING
 from draftsmith.train import checkpoint
 from draftsmith.train.checkpoint import Snapshot
 from draftsmith.train.progress import flatten
@@ -20,19 +21,8 @@ log = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-# Knobs that may change between a run and its resumption: these change no weight,
-HARMLESS = (
-    "name",
-    "runs",
-    "eval.",
-    "train.log_every",
-    "train.eval_every",
-    "train.save_every",
-    "train.keep_checkpoints",
-    "train.trackers",
-)
-# and these only the order in which numbers are added up.
-ROUNDING = ("train.rows_per_micro_batch", "train.chunk", "target.device")
+# Knobs that may change between a run and its resumption, and change no weight.
+HARMLESS = ("name", "runs", "eval.", *COSMETIC)
 
 
 def save(t: Training) -> None:

@@ -101,7 +101,7 @@ def test_a_reduced_draft_vocabulary_drafts_only_its_ids():
 
 
 class Enumerate:
-    """Replaces the loop's choice by every choice in turn, with its weight under the target's law."""
+    """Replaces the loop's choice by every choice in turn, and weighs it by the target's law."""
 
     def __init__(self):
         self.script, self.at, self.weight, self.sizes = [], 0, 1.0, []

@@ -63,7 +63,7 @@ def node_contexts(context, proposal):
 
 
 def output_law(model, context, tree, left):
-    """Law of the next `left` tokens under rounds of draft and verify, by enumerating every choice."""
+    """Law of the next `left` tokens under rounds of draft and verify, over every choice."""
     if left <= 0:
         return {(): 1.0}
     proposal = propose(model, context, tree)
@@ -111,7 +111,7 @@ def test_the_output_law_is_the_targets(tree, sampling):
 
 
 def test_redrawing_after_a_miss_would_be_biased():
-    """The enumeration can fail: emit a fresh draw instead of the drawn token, and the law is off."""
+    """The enumeration can fail: emit a fresh draw, not the drawn token, and the law is off."""
     model = ToyModel(0, Sampling(1.0))
     drafted = model.guesses((), 1)[0]
     p = model.law(())

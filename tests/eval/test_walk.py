@@ -85,3 +85,10 @@ def test_rank_accuracy_counts_valid_slots_only():
         valid = ranks[:, slot] > -2
         assert sum(accuracy[slot]) <= 1.0 + 1e-6
         assert accuracy[slot][0] == pytest.approx(float((ranks[valid, slot] == 0).float().mean()))
+
+
+def test_slots_past_the_end_of_the_text_are_not_failures():
+    counts = walk_one([[0, -1, 0], [0, 0, -2], [0, -2, -2], [-2, -2, -2]], set(chain(3).paths), 3)
+    assert counts.offered == [2, 1, 1]  # rounds at 0 (one accepted) and at 2
+    assert counts.conditional() == [1.0, 0.0, 0.0] and counts.reached == [2, 1, 0]
+    assert counts.joint() == [1.0, 0.0, 0.0]

@@ -84,6 +84,14 @@ def test_medusa_learns_to_count(run, tmp_path):
     assert torch.equal(loaded.weight, weights(run)["weight"])
 
 
+def test_a_reduced_draft_vocabulary_is_counted_on_the_rows_and_kept(target, run):
+    recipe = recipe_for(target, drafter={"draft_vocab": 18})
+    loaded = load_drafter(train(recipe, run), Target.load(recipe.target))
+    end = Target.load(recipe.target).eos_ids[0]
+    assert loaded.draft_ids.tolist() == sorted([0, end, *range(16, 32)])
+    assert read_log(run)[-1]["loss"] < read_log(run)[0]["loss"]
+
+
 def test_bf16_compute_keeps_fp32_weights_that_move_less_than_bf16_can(target, run):
     # Own heads start as the target's (about 0.5 each); a step of 1e-6 would vanish in bf16.
     recipe = recipe_for(
@@ -395,6 +403,21 @@ def test_no_rows_and_too_few_rows_say_so(target, tmp_path):
     data = {"min_supervised_tokens": 99, "held_out": 1}
     with pytest.raises(UserError, match="no row is left to train on"):
         train(recipe_for(target, data=data), run)
+
+
+@pytest.mark.parametrize(("key", "refused"), [("template", True), ("dtype", False)])
+def test_rows_of_another_target_are_refused_and_another_precision_is_named(
+    target, run, capsys, key, refused
+):
+    recipe = recipe_for(target, train={"max_steps": 1})
+    made = {**Target.load(recipe.target).fingerprint, key: "another"}
+    (run / "rows" / "manifest.json").write_text(json.dumps({"target": made}))
+    if refused:
+        with pytest.raises(UserError, match="the answers are another target's"):
+            train(recipe, run)
+    else:
+        train(recipe, run)
+        assert "made in another precision (dtype another / float32" in capsys.readouterr().out
 
 
 def test_the_start_says_what_is_trained(target, run, capsys):
