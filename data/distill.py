@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from draftsmith.data.generate import Answer, Request, answer
-from draftsmith.data.prompts import Prompt, keyed_number
+from draftsmith.data.prompts import Prompt, keyed_number, listed
 from draftsmith.data.render import TemplateRefusal, check_template, render_prompt
 from draftsmith.data.rows import Row, RowFile, agree_on_manifest, finished_rows
 from draftsmith.drafters.sampler import Sampling
@@ -103,8 +103,7 @@ def make_requests(
         own_seed = keyed_number(seed, "answer", prompt.key) >> 1  # torch takes 63 bits
         requests.append(Request(prompt.key, ids, sampling, own_seed))
     if not requests:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
-        raise UserError(f"{target.name}: no prompt is left to answer. Dropped: {reasons or 'none'}")
+        raise UserError(f"{target.name}: no prompt is left to answer. Dropped: {listed(dropped)}")
     check_room(target, max(len(request.ids) for request in requests) + config.distil.max_new_tokens)
     return requests, dropped
 

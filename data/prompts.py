@@ -15,9 +15,8 @@ from draftsmith.recipes.schema import DataConfig
 
 Message = dict[str, Any]  # role, content, and what tool calls and reasoning add
 Split = Literal["train", "test"]
-Row = tuple[
-    str, Mapping[str, Any]
-]  # where the row stands (for messages to the user), and its fields
+# Where the row stands (for messages to the user), and its fields.
+Row = tuple[str, Mapping[str, Any]]
 
 FIELDS = ("messages", "conversations", "prompt", "turns")  # what holds the conversation
 KEY_FIELDS = ("key", "id", "question_id")
@@ -67,7 +66,7 @@ def load_prompts(config: DataConfig, *, split: Split, seed: int) -> PromptSet:
         rows = chain(rows, _numbered("grown", starter.grow(config.grow, seed)))
     found = collect(rows)
     if not found.prompts:
-        raise UserError(f"{source}: no prompt is left. Dropped: {_listed(found.dropped)}")
+        raise UserError(f"{source}: no prompt is left. Dropped: {listed(found.dropped)}")
     if train and config.limit is not None:
         return PromptSet(draw(found.prompts, config.limit, seed), found.dropped)
     return found
@@ -254,5 +253,6 @@ def _until_answer(messages: list[Message]) -> tuple[Message, ...]:
     return tuple(messages[:end])
 
 
-def _listed(dropped: Counter[str]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in dropped.most_common()) or "none"
+def listed(dropped: Counter[str]) -> str:
+    """Reasons with their counts, the most frequent first."""
+    return ", ".join(f"{count:,} {reason}" for reason, count in dropped.most_common()) or "none"

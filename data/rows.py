@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import write_text
+from draftsmith.recipes.stages import flat
 
 Row = dict[str, Any]
 MANIFEST = "manifest.json"
@@ -75,12 +76,6 @@ def finished_rows(folder: Path) -> dict[str, Row]:
     return {row["key"]: row for shard in shards for row in _whole_lines(shard)[0]}
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether every row that the manifest promises is there."""
-    path = folder / MANIFEST
-    return path.is_file() and len(finished_rows(folder)) == _read_manifest(path)["prompts"]["count"]
-
-
 def agree_on_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Write the manifest, or refuse: the rows of one folder are made in one way."""
     path = folder / MANIFEST
@@ -91,7 +86,7 @@ def agree_on_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
             return write_text(path, json.dumps(manifest, indent=2, sort_keys=True) + "\n")
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror})") from error
-    there, here = _flat(_read_manifest(path)), _flat(json.loads(json.dumps(manifest)))
+    there, here = flat(_read_manifest(path)), flat(json.loads(json.dumps(manifest)))
     differing = [
         f"{name} was {there.get(name)!r}, now {here.get(name)!r}"
         for name in sorted(there.keys() | here.keys())
@@ -116,25 +111,14 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, inner in value.items():
-        if isinstance(inner, Mapping):
-            flat |= _flat(inner, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = inner
-    return flat
-
-
 def _whole_lines(path: Path) -> tuple[list[Row], int]:
     """The rows of all complete lines, and the bytes they take; a cut last line is left out."""
     rows: list[Row] = []
     whole = 0
     data = path.read_bytes()
     lines = data.split(b"\n")
-    for number, line in enumerate(
-        lines[:-1], start=1
-    ):  # what follows the last newline is unfinished
+    # What follows the last newline is unfinished.
+    for number, line in enumerate(lines[:-1], start=1):
         try:
             row = json.loads(line)
             row["key"]

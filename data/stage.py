@@ -5,7 +5,7 @@ from pathlib import Path
 
 from draftsmith.data.dataset import Document, documents_from_rows
 from draftsmith.data.distill import distil
-from draftsmith.data.prompts import load_prompts
+from draftsmith.data.prompts import listed, load_prompts
 from draftsmith.data.render import sample_text
 from draftsmith.data.rows import read_rows
 from draftsmith.drafters.target import Target
@@ -54,8 +54,3 @@ def tell_dropped(what: str, dropped: Counter[str]) -> None:
     """One line for what was left out, if anything was."""
     if dropped:
         print(f"{sum(dropped.values()):,} {what} left out: {listed(dropped)}")
-
-
-def listed(dropped: Counter[str]) -> str:
-    """Reasons with their counts."""
-    return ", ".join(f"{count:,} {reason}" for reason, count in dropped.most_common())

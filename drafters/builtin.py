@@ -67,11 +67,16 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
 
 
+def converted_folder(name: str) -> Path:
+    """Where the converted model is, or will be."""
+    return cache_root() / f"{name}-{BUILTINS[name].revision.replace(' ', '-')}"
+
+
 def builtin_folder(name: str) -> Path:
     """The converted model's folder; converts on first use, atomically (a folder is whole or
     absent).
     """
-    folder = cache_root() / f"{name}-{BUILTINS[name].revision.replace(' ', '-')}"
+    folder = converted_folder(name)
     if (folder / "config.json").is_file():
         return folder
     source = wheel_folder(name)
@@ -117,7 +122,7 @@ def builtin_config(name: str) -> Any:
     """The config alone: from the converted folder, else from the GGUF's header."""
     from transformers import AutoConfig
 
-    folder = cache_root() / f"{name}-{BUILTINS[name].revision.replace(' ', '-')}"
+    folder = converted_folder(name)
     if (folder / "config.json").is_file():
         return AutoConfig.from_pretrained(folder)
     return clean_config(

@@ -24,6 +24,7 @@ from draftsmith.drafters.medusa import MedusaHeads
 from draftsmith.drafters.methods import CONFIGS, build
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files import sync, write_text
 
 WEIGHTS, CONFIG, META, CARD = (
     "medusa_lm_head.safetensors",
@@ -51,9 +52,10 @@ def save_drafter(drafter: MedusaHeads, folder: Path, metadata: dict[str, Any]) -
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+        sync(temporary / WEIGHTS)
         write_json(temporary / CONFIG, native_config(drafter, meta))
         write_json(temporary / META, meta)
-        (temporary / CARD).write_text(model_card(meta), encoding="utf-8")
+        write_text(temporary / CARD, model_card(meta))
         compare(load_file(temporary / WEIGHTS), tensors)
         replace_folder(temporary, folder)
     finally:
@@ -98,7 +100,10 @@ def native_config(drafter: MedusaHeads, meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_drafter(folder: Path, target: Target) -> MedusaHeads:
-    """Rebuild a drafter for `target`. Raises UserError for a broken folder or another target."""
+    """Rebuild a drafter to decode with, in the target's dtype.
+
+    Raises UserError for a broken folder or another target.
+    """
     meta = read_metadata(folder)
     check_target(meta, target, folder)
     try:
@@ -121,7 +126,7 @@ def load_drafter(folder: Path, target: Target) -> MedusaHeads:
                 drafter.own[i].copy_(tensors[own_key(drafter, i)])
             if drafter.down is not None:
                 drafter.down[i].copy_(tensors[f"{i}.low_rank.down"])
-    return drafter.eval()
+    return drafter.to(target.dtype).eval()
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
@@ -142,10 +147,8 @@ def read_metadata(folder: Path) -> dict[str, Any]:
 
 
 def update_metadata(folder: Path, changes: dict[str, Any]) -> None:
-    """Change entries of draftsmith.json, atomically; the model card follows."""
-    meta = {**read_metadata(folder), **changes}
-    write_json(folder / META, meta)
-    write_text(folder / CARD, model_card(meta))
+    """Change entries of draftsmith.json, atomically. The model card names none that change."""
+    write_json(folder / META, {**read_metadata(folder), **changes})
 
 
 def check_target(meta: dict[str, Any], target: Target, folder: Path) -> None:
@@ -159,9 +162,8 @@ def check_target(meta: dict[str, Any], target: Target, folder: Path) -> None:
     if differing:
         raise UserError(
             f"{folder} was trained for target {trained.get('model')!r}, which differs from "
-            f"{target.name!r} in "
-            f"{', '.join(differing)} (trained / given); evaluate it with the target that it was "
-            "trained for"
+            f"{target.name!r} in {', '.join(differing)} (trained / given); evaluate it with the "
+            "target that it was trained for"
         )
 
 
@@ -194,16 +196,6 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Atomically: a temporary file beside it, flushed to disk, then renamed."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
 def replace_folder(new: Path, folder: Path) -> None:
     """Put `new` where `folder` is; the old one is whole until the new one is."""
     os.chmod(new, 0o755)
@@ -212,4 +204,5 @@ def replace_folder(new: Path, folder: Path) -> None:
     if folder.exists():
         os.rename(folder, old)
     os.rename(new, folder)
+    sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)

@@ -70,8 +70,9 @@ class MedusaHeads(nn.Module):
     def states(self, hidden: Tensor) -> Tensor:
         """Target states [N, D] -> slot states [N, K, D (+ R)]."""
         hidden = hidden.to(self.weight.dtype)
-        turned = torch.einsum("nd,ked->nke", hidden, self.weight) + self.bias  # [N, K, D]
-        state = hidden[:, None] + nn.functional.silu(turned)
+        # One matrix product for all heads: a batched one is ten times slower in bf16 on CPUs.
+        turned = nn.functional.linear(hidden, self.weight.flatten(0, 1), self.bias.flatten())
+        state = hidden[:, None] + nn.functional.silu(turned).unflatten(1, self.bias.shape)
         if self.down is None:
             return state
         return torch.cat(

@@ -119,14 +119,6 @@ def slot_logits(hidden: Tensor, head: Head, adjust: Adjust | None = None) -> Ten
 
 
 @torch.no_grad()
-def draft_law(
-    hidden: Tensor, head: Head, *, temperature: float = 1.0, adjust: Adjust | None = None
-) -> Tensor:
-    """The drafter's law [n, K, Vq] on its own vocabulary, in fp32."""
-    return torch.softmax(slot_logits(hidden, head, adjust) / temperature, dim=-1)
-
-
-@torch.no_grad()
 def top_tokens(
     hidden: Tensor, head: Head, count: int, *, chunk: int = 128, adjust: Adjust | None = None
 ) -> Tensor:

@@ -93,7 +93,8 @@ class Target:
     def states(self, batch: Batch, taps: tuple[int, ...] = ()) -> TargetStates:
         """States of packed rows. Without mask and cache, transformers separates documents by their
         restarting positions, for full and for sliding attention. Taps are 0-based layer outputs."""
-        with tapped(self.decoder_layers(), taps, self.layers) as layers:
+        stack = self.decoder_layers() if taps else nn.ModuleList()
+        with tapped(stack, taps, self.layers) as layers:
             output = self.base(input_ids=batch.ids, position_ids=batch.positions, use_cache=False)
         stacked = torch.cat([layers[i] for i in taps], dim=-1) if taps else None
         return TargetStates(output.last_hidden_state, stacked)
@@ -123,8 +124,7 @@ class Target:
         window = self.window()
         if mask is not None and window is not None and total > window:
             raise UserError(
-                f"{self.name} attends to a window of {window} positions and {total} are "
-                "needed; "
+                f"{self.name} attends to a window of {window} positions and {total} are needed; "
                 "trees and batched generation need the whole context inside the window: "
                 "shorten the prompts or the answers"
             )
@@ -151,8 +151,7 @@ class Target:
         if kinds - ROLLBACK_LAYERS:
             raise UserError(
                 f"{self.name} has {', '.join(sorted(kinds - ROLLBACK_LAYERS))} layers, whose "
-                "state cannot "
-                "be rolled back; decoding supports full and sliding-window attention"
+                "state cannot be rolled back; decoding supports full and sliding-window attention"
             )
         return TargetCache(self.layers)
 
@@ -178,16 +177,13 @@ class Target:
         ):
             raise UserError(
                 f"{self.name}: its logits are not its head applied to its final state (an "
-                "unknown logit scale, "
-                "a head bias or a padded head); supported: logit_scale, logits_scaling, "
-                "final_logit_softcapping"
+                "unknown logit scale, a head bias or a padded head); supported: logit_scale, "
+                "logits_scaling, final_logit_softcapping"
             )
 
 
 @contextmanager
-def tapped(
-    layers: nn.ModuleList | None, taps: tuple[int, ...], count: int
-) -> Iterator[dict[int, Tensor]]:
+def tapped(layers: nn.ModuleList, taps: tuple[int, ...], count: int) -> Iterator[dict[int, Tensor]]:
     """Collect the outputs of these layers while the block runs."""
     outputs: dict[int, Tensor] = {}
     bad = [tap for tap in taps if not 0 <= tap <= count - 2]
@@ -203,7 +199,6 @@ def tapped(
 
         return hook
 
-    assert layers is not None
     handles = [layers[tap].register_forward_hook(keep(tap)) for tap in taps]
     try:
         yield outputs
@@ -310,13 +305,14 @@ def describe(config: TargetConfig) -> TargetShape:
     with hub_errors(config.model):
         loaded = AutoConfig.from_pretrained(source, **options)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    return shape_of(loaded, tokenizer.chat_template)
+        trust = config.trust_remote_code
+        return shape_of(loaded, tokenizer.chat_template, trust_remote_code=trust)
 
 
-def shape_of(config: Any, template: Any) -> TargetShape:
+def shape_of(config: Any, template: Any, *, trust_remote_code: bool = False) -> TargetShape:
     """Count parameters on the meta device."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
     head = model.get_output_embeddings().weight
     return TargetShape(

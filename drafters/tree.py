@@ -99,14 +99,3 @@ def search_tree(accuracy: Sequence[Sequence[float]], nodes: int) -> Tree:
             for rank, share in enumerate(accuracy[len(path)]):
                 heapq.heappush(frontier, (value * share, (*path, rank)))
     return Tree(tuple(chosen))
-
-
-def expected_length(tree: Tree, accuracy: Sequence[Sequence[float]]) -> float:
-    """Expected accepted nodes of a tree when slots hit independently: the sum of node values."""
-    total = 0.0
-    for path in tree.paths:
-        value = 1.0
-        for depth, rank in enumerate(path):
-            value *= accuracy[depth][rank] if rank < len(accuracy[depth]) else 0.0
-        total += value
-    return total

@@ -1,6 +1,5 @@
 """Arms, and their interleaved measurement: each prompt by every arm in turn, in one process."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -167,7 +166,7 @@ def generate(target: Target, prompt_ids: list[int], *, max_new_tokens: int) -> D
     )
     ids = torch.tensor([prompt_ids], device=target.device)
     streamer = TokenClock(target)
-    began = time.perf_counter()
+    began = clock(target)
     output = target.model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),

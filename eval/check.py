@@ -65,13 +65,8 @@ class LawScore:
         )
 
 
-def check_greedy(target: Target, prompt: list[int], output: list[int]) -> list[Divergence]:
-    """Tokens of one output that are not the target's argmax at their own context."""
-    return greedy_divergences(target, [Answer(prompt, output)])[0]
-
-
 def greedy_divergences(target: Target, answers: Sequence[Answer]) -> list[list[Divergence]]:
-    """The same for many answers at once, one list each.
+    """Tokens that are not the target's argmax at their own context, one list per answer.
 
     Every token is judged on the output before it, so that one divergence does not count twice.
     """

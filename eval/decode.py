@@ -80,9 +80,10 @@ def decode(
     prefilled = clock(target)
     while len(tokens) < max_new_tokens and tokens[-1] not in stops:
         start = clock(target)
-        proposal = (
-            empty_proposal(root) if drafter is None else drafter.propose(state, root, need(tree))
-        )
+        if drafter is None or tree is None:
+            proposal = empty_proposal(root)
+        else:
+            proposal = drafter.propose(state, root, tree)
         drafted = clock(target)
         length = cache.length
         hidden = target.step(*layout(root, proposal, tree, length), cache, tree_mask(tree, length))
@@ -105,12 +106,6 @@ def decode(
         rounds.append(Round(proposal.tokens.shape[1], accepted, len(new), *times))
     finish: Literal["stop", "length"] = "stop" if tokens[-1] in stops else "length"
     return Decoded(tokens, rounds, prefilled - began, clock(target) - prefilled, finish)
-
-
-def need(tree: Tree | None) -> Tree:
-    """The tree, checked to be there."""
-    assert tree is not None
-    return tree
 
 
 def empty_proposal(root: Tensor) -> Proposal:

@@ -129,7 +129,8 @@ class Subject:
 
 def open_subject(arguments: argparse.Namespace, dtype: str) -> Subject:
     """The given drafter; else the demo's; else heads that nobody trained."""
-    overrides = [f"target.dtype={dtype}", f"eval.prompts={arguments.prompts or 'null'}"]
+    prompts = "null" if arguments.prompts is None else arguments.prompts
+    overrides = [f"target.dtype={dtype}", f"eval.prompts={prompts}"]
     if arguments.max_new_tokens is not None:
         overrides.append(f"eval.max_new_tokens={arguments.max_new_tokens}")
     if arguments.checkpoint is not None:

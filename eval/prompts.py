@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from draftsmith.data.prompts import Prompt, load_prompts
+from draftsmith.data.prompts import Prompt, listed, load_prompts
 from draftsmith.data.render import TemplateRefusal, check_template, render_prompt
 from draftsmith.drafters.target import Target
 from draftsmith.eval.bench import BenchPrompt
@@ -31,9 +31,8 @@ def evaluation_prompts(target: Target, recipe: Recipe) -> tuple[list[BenchPrompt
         text = str(prompt.messages[-1]["content"])
         rendered.append(BenchPrompt(prompt.key, prompt.category, ids, text))
     if not rendered:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         raise UserError(
-            f"{recipe.data.eval_prompts}: no evaluation prompt is left. Dropped: {reasons}"
+            f"{recipe.data.eval_prompts}: no evaluation prompt is left. Dropped: {listed(dropped)}"
         )
     check_positions(target, rendered, recipe)
     return rendered, dropped

@@ -77,13 +77,12 @@ def evaluate(recipe: Recipe, run: Path) -> Path:
     return evaluate_job(job)
 
 
-def evaluate_checkpoint(folder: Path, recipe: Recipe | None = None) -> Path:
+def evaluate_checkpoint(folder: Path, recipe: Recipe) -> Path:
     """Measure a drafter from its own folder alone; writes folder/report, returns the HTML's path.
 
-    `recipe` sets the conditions; by default it is the one that the folder carries.
+    `recipe` sets the conditions; `stored_recipe` is the one that the folder carries.
     """
     meta = read_metadata(folder)
-    recipe = recipe or stored_recipe(meta, folder)
     if meta.get("calibration") is None:
         raise UserError(
             f"{folder} carries no calibration, which the tree search needs; "

@@ -76,8 +76,10 @@ def drafting(report: Report) -> list[ArmReport]:
 
 def result_table(report: Report) -> Table:
     """What most readers came for."""
-    header = ["arm", "speedup", "95 % interval", "predicted", "tau micro", "tau macro", "alpha"]
-    header += ["tokens/s", "lossless"]
+    header = [
+        *("arm", "speedup", "95 % interval", "predicted", "tau micro", "tau macro", "alpha"),
+        *("tokens/s", "lossless"),
+    ]
     rows = [
         [
             arm.name,
@@ -101,26 +103,16 @@ def headline_note(report: Report) -> str:
     return (
         f"Target {report.target['model']} ({first.quantisation}), {first.dtype} on {first.device}, "
         f"{first.threads} threads, batch {first.batch}; {first.prompts} prompts; prefill not "
-        "counted. "
-        "Speedup is over plain decoding in the same engine at the same temperature."
+        "counted. Speedup is over plain decoding in the same engine at the same temperature."
     )
 
 
 def condition_table(report: Report) -> Table:
     """Every condition of every arm."""
     header = [
-        "arm",
-        "engine",
-        "rule",
-        "temperature",
-        "top-p",
-        "top-k",
-        "drafts",
-        "batch",
-        "dtype",
-        "weights",
+        *("arm", "engine", "rule", "temperature", "top-p", "top-k", "drafts", "batch", "dtype"),
+        *("weights", "device", "threads", "prompts", "tokens", "compared with"),
     ]
-    header += ["device", "threads", "prompts", "tokens", "compared with"]
     rows = [
         [
             arm.name,
@@ -147,14 +139,9 @@ def condition_table(report: Report) -> Table:
 def latency_table(report: Report) -> Table:
     """Percentiles and the parts of a round."""
     header = [
-        "arm",
-        "per token P50 / P95 / P99",
-        "per request P50 / P95 / P99",
-        "draft",
-        "verify",
-        "overhead",
+        *("arm", "per token P50 / P95 / P99", "per request P50 / P95 / P99"),
+        *("draft", "verify", "overhead", "speedup with prefill"),
     ]
-    header += ["speedup with prefill"]
     rows = [
         [
             arm.name,

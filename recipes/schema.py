@@ -54,7 +54,7 @@ class DataConfig(Block):
     min_supervised_tokens: Positive = 1
     # answers that ran into max_new_tokens
     cut_answers: Literal["keep", "mask_last", "drop"] = "keep"
-    held_out: Annotated[int, Field(ge=1)] = 64  # documents kept away from training, for the walk
+    held_out: Positive = 64  # documents kept away from training, for the walk
     distil: DistilConfig = DistilConfig()
 
 
@@ -75,9 +75,7 @@ class ObjectiveConfig(Block):
 
     loss: Literal["ce", "kl", "tv", "lk", "e2e_tv"] = "ce"
     weights: Literal["geometric", "exponential", "dpace", "list"] = "geometric"
-    decay: Annotated[float, Field(gt=0.0, le=1.0)] = (
-        0.8  # geometric: slot k weighs decay^k (Medusa)
-    )
+    decay: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8  # geometric: decay^k (Medusa)
     gamma: Annotated[float, Field(gt=0.0)] = 4.0  # exponential: exp(-(k-1)/gamma) (DFlash)
     slot_weights: tuple[Annotated[float, Field(ge=0.0)], ...] = ()  # list: one weight per slot
     dpace_alpha: Fraction = 0.5  # D-PACE's smoothing

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files import sync
 
 log = logging.getLogger(__name__)
 
@@ -212,12 +213,3 @@ def sha256(path: Path) -> str:
     """Digest of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Make a file or a folder's entries durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

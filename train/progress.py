@@ -1,6 +1,5 @@
 """What a run says while it trains: counters, log.jsonl, trackers, the progress bar."""
 
-import importlib.util
 import json
 import os
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from tqdm import tqdm
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import write_text
 from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.stages import flat
+from draftsmith.train.plan import check_trackers
 
 SHOWN = {"loss": "loss", "tau": "tau", "tokens_per_second": "tok/s"}  # on the bar
 Record = dict[str, Any]  # JSON values; every record of a step says which under "step"
@@ -135,16 +136,6 @@ class Journal:
             self.say(f"warning: tracker {name} failed and is left out from now on: {error}")
 
 
-def check_trackers(recipe: Recipe) -> None:
-    """Raises UserError for a tracker that is not installed."""
-    for name in recipe.train.trackers:
-        if importlib.util.find_spec(name) is None:
-            raise UserError(
-                f"train.trackers: {name} is not installed; "
-                f"run pip install 'draftsmith[{name}]' or leave it out"
-            )
-
-
 def start_tracker(name: str, recipe: Recipe, folder: Path) -> GeneralTracker:
     """One tracker, told the recipe."""
     tracker: GeneralTracker
@@ -157,16 +148,12 @@ def start_tracker(name: str, recipe: Recipe, folder: Path) -> GeneralTracker:
     return tracker
 
 
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: dict[str, Any]) -> dict[str, Any]:
     """Nested blocks as dotted names; what is no number, text or truth value as its text."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            flat.update(flatten(value, f"{prefix}{name}."))
-        else:
-            plain = isinstance(value, bool | int | float | str)
-            flat[prefix + name] = value if plain else str(value)
-    return flat
+    return {
+        name: value if isinstance(value, bool | int | float | str) else str(value)
+        for name, value in flat(values).items()
+    }
 
 
 def numbers(record: Record) -> dict[str, float]:

@@ -1,6 +1,5 @@
 """Between a running training and its checkpoints: what is kept, and what must agree on resume."""
 
-import logging
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from draftsmith.train.checkpoint import Snapshot
 from draftsmith.train.progress import flatten
 from draftsmith.train.rng import rng_state, set_rng_state
 from draftsmith.train.setup import Training, fingerprint
-
-log = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")

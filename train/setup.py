@@ -15,6 +15,7 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from draftsmith.data.dataset import Document, PackedRows, documents_from_rows, split_held_out
+from draftsmith.data.prompts import listed
 from draftsmith.data.rows import MANIFEST, read_rows
 from draftsmith.data.vocab import most_frequent
 from draftsmith.drafters.medusa import MedusaHeads
@@ -100,7 +101,7 @@ def prepare(recipe: Recipe, run: Path) -> Training:
         journal.say(f"{number} rows dropped: {reason}")
     if not documents:
         raise UserError(
-            f"{run / 'rows'}: no row is left to train on ({dict(dropped)}); "
+            f"{run / 'rows'}: no row is left to train on ({listed(dropped)}); "
             "relax data.max_length, data.min_supervised_tokens or data.cut_answers"
         )
     training, held_out = split_held_out(documents, recipe.data.held_out, recipe.seed)

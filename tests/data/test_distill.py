@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from draftsmith.data.distill import distil, make_requests, manifest, plan, sampling_of
 from draftsmith.data.generate import Answer, Request, answer, inverse, until_end
 from draftsmith.data.prompts import Prompt, load_prompts
-from draftsmith.data.rows import RowFile, agree_on_manifest, is_complete, read_rows
+from draftsmith.data.rows import RowFile, agree_on_manifest, read_rows
 from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.errors import UserError
@@ -209,7 +210,6 @@ def test_a_finished_run_asks_nothing_again(
     prompts = load_prompts(config, split="train", seed=0).prompts
     distil(target, prompts, config, tmp_path / "rows", seed=0)
     before = (tmp_path / "rows" / "rows.jsonl").read_bytes()
-    assert is_complete(tmp_path / "rows")
     monkeypatch.setattr(target, "step", None)
     again = distil(target, prompts, config, tmp_path / "rows", seed=0)
     assert again.made == 0 and again.rows == 3 and again.tokens_per_second == 0
@@ -231,7 +231,6 @@ def test_a_file_cut_anywhere_is_completed_to_the_same_bytes(
     line = whole.index(b"\n") + 1
     for size in (0, 1, line - 1, line, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
-        assert not is_complete(tmp_path)
         made = distil(target, prompts, config, tmp_path, seed=0).made
         assert path.read_bytes() == whole
         assert made == 20 - whole[:size].count(b"\n")
@@ -359,36 +358,37 @@ def test_more_ranks_than_batches(target: Target, tmp_path: Path) -> None:
     assert summary.rows == summary.made == 0
 
 
-@pytest.fixture
+@contextmanager
 def small_disk() -> Iterator[None]:
-    """Files may not grow beyond 3,000 bytes: writing fails half-way, as on a full disk."""
+    """Files may not grow beyond 3,000 bytes: writing fails half-way, as on a full disk.
+
+    Only around the call under test: the limit would also stop a log that pytest writes to.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_leaves_whole_rows(tmp_path: Path, small_disk: None) -> None:
+def test_a_full_disk_leaves_whole_rows(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = [{"key": str(i), "text": "x" * 900} for i in range(4)]
     with RowFile(path) as file:
         file.append(rows[:2])
         before = path.read_bytes()
-        with pytest.raises(UserError, match=r"cannot be written .*; its 2 rows are kept") as error:
+        match = r"cannot be written .*; its 2 rows are kept"
+        with small_disk(), pytest.raises(UserError, match=match) as error:
             file.append(rows[2:])
         assert path.read_bytes() == before and "\n" not in str(error.value)
 
 
-def test_a_full_disk_stops_distilling_and_it_can_go_on(
-    target: Target, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_full_disk_stops_distilling_and_it_can_go_on(target: Target, tmp_path: Path) -> None:
     prompts, config = make_prompts(20), make_config()
     distil(target, prompts, config, tmp_path / "large", seed=0)
-    request.getfixturevalue("small_disk")
-    with pytest.raises(UserError, match="cannot be written"):
+    with small_disk(), pytest.raises(UserError, match="cannot be written"):
         distil(target, prompts, config, tmp_path / "small", seed=0)
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     distil(target, prompts, config, tmp_path / "small", seed=0)
     assert read_rows(tmp_path / "small") == read_rows(tmp_path / "large")
 

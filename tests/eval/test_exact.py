@@ -12,7 +12,6 @@ from draftsmith.eval.check import (
     Answer,
     Divergence,
     beyond_support,
-    check_greedy,
     first_slot_alpha,
     greedy_divergences,
     grouped,
@@ -67,7 +66,7 @@ def test_a_wrong_token_is_found_once_with_its_margin(target):
         # What follows is decoded anew, so that only this token is not the target's choice.
         prefix = answer.prompt + wrong[: position + 1]
         rest = decode(target, None, prefix, sampling=Sampling(), max_new_tokens=5).tokens
-        found = check_greedy(target, answer.prompt, wrong[: position + 1] + rest)
+        found = greedy_divergences(target, [Answer(answer.prompt, wrong[: position + 1] + rest)])[0]
         assert [divergence.position for divergence in found] == [position]
         assert found[0].margin > 0
 
@@ -76,7 +75,7 @@ def test_margin_is_the_distance_to_the_best_logit(target):
     prompt = PROMPTS[0].ids
     logits = target.model(torch.tensor([prompt])).logits[0, -1]
     second = int(logits.topk(2).indices[1])
-    found = check_greedy(target, prompt, [second])
+    found = greedy_divergences(target, [Answer(prompt, [second])])[0]
     assert found[0].margin == pytest.approx(float(logits.max() - logits[second]), abs=1e-5)
     assert found[0].best == pytest.approx(float(logits.max()), abs=1e-5)
 
