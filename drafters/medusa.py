@@ -72,7 +72,7 @@ class MedusaHeads(nn.Module):
         hidden = hidden.to(self.weight.dtype)
         # One matrix product for all heads: a batched one is ten times slower in bf16 on CPUs.
         turned = nn.functional.linear(hidden, self.weight.flatten(0, 1), self.bias.flatten())
-        state = hidden[:, None] + nn.functional.silu(turned).unflatten(1, self.bias.shape)
+        state: Tensor = hidden[:, None] + nn.functional.silu(turned).view(-1, *self.bias.shape)
         if self.down is None:
             return state
         return torch.cat(

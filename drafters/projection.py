@@ -54,10 +54,34 @@ class Law:
     kept: Tensor | None  # [U, Vq]; tempered, renormalised: sums to 1
     negentropy: Tensor | None  # [U], sum of kept * log kept
 
-    def take(self, index: Tensor) -> "Law":
-        """The law at these positions."""
-        parts = (self.full, self.kept, self.negentropy)
-        return Law(*(None if part is None else part.index_select(0, index) for part in parts))
+    def take(self, index: Tensor, scratch: "Scratch") -> "Law":
+        """The law at these positions, in scratch memory."""
+
+        def rows(part: Tensor | None, name: str) -> Tensor | None:
+            if part is None:
+                return None
+            out = scratch.take(name, len(index), part.shape[1], part.dtype)
+            return torch.index_select(part, 0, index, out=out)
+
+        full = rows(self.full, "full")
+        kept = full if self.kept is self.full else rows(self.kept, "kept")
+        return Law(full, kept, None if self.negentropy is None else self.negentropy[index])
+
+
+class Scratch:
+    """Memory that every slot of every chunk reuses: of this size, fresh memory is slow to touch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.held: dict[str, Tensor] = {}
+
+    def take(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """[rows, columns] with whatever is in it, until the name is taken again."""
+        held = self.held.get(name)
+        if held is None or len(held) < rows:
+            held = torch.empty(rows, columns, dtype=dtype, device=self.device)
+            self.held[name] = held
+        return held[:rows]
 
 
 class Rows(NamedTuple):
@@ -75,8 +99,11 @@ class ChunkLoss(Protocol):
     reads_label: bool  # a slot whose label the draft's vocabulary lacks has no loss
     static_weights: Tensor | None  # [K]; None where weights depend on a whole group's values
 
-    def rows(self, logits: Tensor, label: Tensor, law: Law | None) -> Rows:
-        """Logits [n, Vq] (may be overwritten), labels [n] as draft indices, the law at each."""
+    def rows(self, logits: Tensor, label: Tensor, law: Law | None, spare: Tensor) -> Rows:
+        """Logits [n, Vq], labels [n] as draft indices, the law at each.
+
+        `logits` and `spare` [n, Vq] are free to be overwritten and returned as the gradient.
+        """
 
     def weigh(self, value: Tensor, counted: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         """Values [n, K] of whole groups -> (their loss, summed; weight of each gradient [n, K])."""
@@ -161,10 +188,12 @@ def teacher_law(final: Tensor, target: TargetHead, head: Head, need: Need) -> La
 class DraftHead:
     """One slot at a time: forward, and back with the gradient of a trained part collected."""
 
-    def __init__(self, head: Head, adjust: Adjust, *, dtype: torch.dtype, gradient: bool) -> None:
-        self.dtype, self.adjust, self.gradient = dtype, adjust, gradient
+    def __init__(
+        self, head: Head, adjust: Adjust, scratch: Scratch, *, dtype: torch.dtype, gradient: bool
+    ) -> None:
+        self.dtype, self.adjust, self.gradient, self.scratch = dtype, adjust, gradient, scratch
         self.shared, self.width = head.shared, 0 if head.shared is None else head.shared.shape[1]
-        self.own = None if head.own is None else head.own.detach().to(self.dtype)
+        self.own = None if head.own is None else head.own.detach().to(dtype)
         self.own_grad: Tensor | None = None
         if gradient and head.own is not None and head.own.requires_grad:
             self.own_grad = torch.zeros_like(head.own)
@@ -172,20 +201,21 @@ class DraftHead:
     def logits(self, hidden: Tensor, slot: int) -> tuple[Tensor, Adjust | None]:
         """States [n, D (+ R)] -> logits [n, Vq], and how a gradient goes back through `adjust`."""
         hidden = hidden.to(self.dtype)
-        if self.own is None:
-            assert self.shared is not None
-            raw = hidden @ self.shared.T
-        elif self.shared is None:
-            raw = hidden @ self.own[slot].T
-        else:
-            raw = hidden[:, : self.width] @ self.shared.T
+        first = self.shared if self.own is None or self.shared is not None else self.own[slot]
+        assert first is not None
+        size, wider = (len(hidden), len(first)), torch.promote_types(self.dtype, torch.float32)
+        raw = self.scratch.take(str(self.dtype), *size, self.dtype)
+        torch.mm(hidden[:, : first.shape[1]], first.T, out=raw)
+        if self.shared is not None and self.own is not None:
             raw.addmm_(hidden[:, self.width :], self.own[slot].T)
-        raw = wide(raw)
+        if wider != self.dtype:
+            raw = self.scratch.take(str(wider), *size, wider).copy_(raw)
         return adjusted(raw, self.adjust) if self.gradient else (self.adjust(raw), None)
 
     def back(self, hidden: Tensor, slot: int, grad: Tensor, weight: Tensor) -> Tensor:
         """Gradient of the logits [n, Vq], its weight [n] -> gradient of the states [n, D (+ R)]."""
-        grad = grad.to(self.dtype)
+        if grad.dtype != self.dtype:
+            grad = self.scratch.take(str(self.dtype), *grad.shape, self.dtype).copy_(grad)
         parts = []
         if self.shared is not None:
             parts.append(grad @ self.shared)
@@ -329,7 +359,10 @@ class _Run:
         self.wanted = labels.valid if loss.need.full else self.counted
         # Target positions as one number; every distinct one is projected once per chunk.
         self.teacher_at = labels.teacher_row * states.final.shape[1] + labels.teacher_position
-        self.head = DraftHead(slots.head, target.adjust, dtype=dtype, gradient=gradient)
+        self.scratch = Scratch(slots.hidden.device)
+        self.head = DraftHead(
+            slots.head, target.adjust, self.scratch, dtype=dtype, gradient=gradient
+        )
         self.hidden_grad = torch.zeros_like(slots.hidden) if gradient else None
         values = torch.promote_types(dtype, torch.float32)
         self.table = Table.empty(labels.valid, values, overlap=loss.need.full)
@@ -337,7 +370,7 @@ class _Run:
 
     def chunk(self, groups: Tensor) -> None:
         """Add these groups."""
-        taught = self.teacher(groups)
+        taught = self.teacher_of_chunk(groups)
         weights = self.objective.static_weights
         waiting: list[tuple[Tensor, int, Tensor]] = []
         for slot, rows in self.slot_rows(groups):
@@ -347,7 +380,7 @@ class _Run:
             if weights is not None:
                 self.backward(rows, slot, grad, weights[slot].expand(len(rows)))
             else:
-                waiting.append((rows, slot, grad.to(self.head.dtype)))
+                waiting.append((rows, slot, grad.to(self.head.dtype, copy=True)))
         value, counted = self.table.value[groups], self.counted[groups]
         summed, dynamic = self.objective.weigh(value, counted, self.slots.labels.valid[groups])
         self.loss += summed
@@ -362,23 +395,36 @@ class _Run:
             if len(rows):
                 yield slot, rows
 
-    def teacher(self, groups: Tensor) -> tuple[Tensor, Law] | None:
-        """The distinct positions that teach these groups, ascending, and the law at each."""
+    def teacher_of_chunk(self, groups: Tensor) -> tuple[Tensor, Law] | None:
+        """What teaches these groups, where groups share positions, as neighbouring roots do.
+
+        Otherwise every slot asks for its own, which costs no more and holds less at once.
+        """
         if not self.objective.need.any():
             return None
         at = torch.unique(self.teacher_at[groups][self.wanted[groups]])
+        return self.teacher(at) if len(at) <= 2 * len(groups) else None
+
+    def teacher(self, at: Tensor) -> tuple[Tensor, Law]:
+        """Distinct target positions, ascending, and the law at each."""
         final = self.states.final.flatten(0, 1)[at]
         return at, teacher_law(final, self.target, self.slots.head, self.objective.need)
+
+    def law(self, rows: Tensor, slot: int, taught: tuple[Tensor, Law] | None) -> Law | None:
+        """The law for one slot of these groups."""
+        if not self.objective.need.any():
+            return None
+        mine = self.teacher_at[rows, slot]
+        at, law = taught or self.teacher(torch.unique(mine))
+        return law.take(torch.searchsorted(at, mine), self.scratch)
 
     def forward(self, rows: Tensor, slot: int, taught: tuple[Tensor, Law] | None) -> Tensor:
         """Fill the table for one slot of these groups; returns the gradient of the raw logits."""
         logits, pull = self.head.logits(self.slots.hidden[rows, slot], slot)
         label = self.label[rows, slot]
         self.table.hit[rows, slot] = hits(logits, label, self.inside[rows, slot])
-        law = None
-        if taught is not None:
-            law = taught[1].take(torch.searchsorted(taught[0], self.teacher_at[rows, slot]))
-        result = self.objective.rows(logits, label, law)
+        spare = self.scratch.take("spare", *logits.shape, logits.dtype)
+        result = self.objective.rows(logits, label, self.law(rows, slot, taught), spare)
         self.table.value[rows, slot] = result.value
         if self.table.overlap is not None and result.overlap is not None:
             self.table.overlap[rows, slot] = result.overlap

@@ -92,43 +92,43 @@ def dpace_weights(q_label: Tensor, valid: Tensor, alpha: float) -> Tensor:
     return reached.flip(1).cumsum(dim=1).flip(1) * valid
 
 
-# Value and gradient at once. `logits` [n, Vq] may be overwritten.
+# Value and gradient at once. `logits` and `spare` [n, Vq] are overwritten; one becomes the gradient.
 
 
-def ce_rows(logits: Tensor, label: Tensor, law: Law | None) -> Rows:
+def ce_rows(logits: Tensor, label: Tensor, law: Law | None, spare: Tensor) -> Rows:
     """`ce`; its gradient is q - onehot(label)."""
     at, top = logits.gather(-1, label[:, None])[:, 0], logits.amax(-1)
-    q = torch.softmax(logits, dim=-1)
+    q = torch.softmax(logits, -1, out=spare)
     # The largest probability is 1 / sum exp(z - top): the log-sum-exp without another pass of exp.
-    value, shared = (top - at) - q.amax(-1).log(), common_mass(q, law)
+    value, shared = (top - at) - q.amax(-1).log(), common_mass(q, law, logits)
     q.scatter_add_(-1, label[:, None], q.new_full((len(label), 1), -1.0))
     return Rows(value, q, shared)
 
 
-def kl_rows(logits: Tensor, law: Law, temperature: float) -> Rows:
+def kl_rows(logits: Tensor, law: Law, temperature: float, spare: Tensor) -> Rows:
     """`kl`; its gradient is T (q - p) at temperature T. The overlap is taken at temperature 1."""
     shared = None
     if temperature != 1.0:
-        shared = None if law.full is None else common_mass(torch.softmax(logits, dim=-1), law)
+        shared = None if law.full is None else common_mass(torch.softmax(logits, -1), law, spare)
         logits.div_(temperature)
-    q, value = kl_value(logits, law)
+    q, value = kl_value(logits, law, spare)
     if temperature == 1.0:
-        shared = common_mass(q, law)
+        shared = common_mass(q, law, logits)
     assert law.kept is not None
     return Rows(temperature**2 * value, q.sub_(law.kept).mul_(temperature), shared)
 
 
-def tv_rows(logits: Tensor, law: Law) -> Rows:
+def tv_rows(logits: Tensor, law: Law, spare: Tensor) -> Rows:
     """`tv`; its gradient is q_v (S - [q_v <= p_v]) with S = sum_v [q_v <= p_v] q_v."""
-    q = torch.softmax(logits, dim=-1)
-    below, shared = overlap_parts(q, law)
+    q = torch.softmax(logits, -1, out=spare)
+    below, shared = overlap_parts(q, law, logits)
     return Rows(1 - shared, q.mul_(below.sum(-1, keepdim=True)).sub_(below), shared)
 
 
-def lk_rows(logits: Tensor, law: Law, eta: float) -> Rows:
+def lk_rows(logits: Tensor, law: Law, eta: float, spare: Tensor) -> Rows:
     """`lk_hybrid`; its mixture is held constant, so the gradients mix as the values do."""
-    q, divergence = kl_value(logits, law)
-    below, shared = overlap_parts(q, law)
+    q, divergence = kl_value(logits, law, spare)
+    below, shared = overlap_parts(q, law, logits)
     mix = torch.exp(-eta * shared)
     value = mix * divergence + (1 - mix) * (1 - shared)
     some, rest = mix[:, None], (1 - mix)[:, None]
@@ -137,23 +137,25 @@ def lk_rows(logits: Tensor, law: Law, eta: float) -> Rows:
     return Rows(value, grad.addcmul_(law.kept, -some).sub_(below.mul_(rest)), shared)
 
 
-def kl_value(logits: Tensor, law: Law) -> tuple[Tensor, Tensor]:
-    """q [n, Vq], and KL(p || q) [n] = sum p log p - sum p z + log sum exp z. Spoils the logits."""
+def kl_value(logits: Tensor, law: Law, spare: Tensor) -> tuple[Tensor, Tensor]:
+    """q [n, Vq], in `spare`, and KL(p || q) [n] = sum p log p - sum p z + log sum exp z."""
     assert law.kept is not None and law.negentropy is not None
     # Shifted first, so that large logits do not cancel.
     logits.sub_(logits.amax(-1, keepdim=True))
-    q = torch.softmax(logits, dim=-1)
-    return q, law.negentropy - torch.linalg.vecdot(law.kept, logits) - q.amax(-1).log()
+    q = torch.softmax(logits, -1, out=spare)
+    return q, law.negentropy - logits.mul_(law.kept).sum(-1) - q.amax(-1).log()
 
 
-def overlap_parts(q: Tensor, law: Law) -> tuple[Tensor, Tensor]:
-    """[q <= p] q [n, Vq], and sum min(p, q) [n]."""
+def overlap_parts(q: Tensor, law: Law, spare: Tensor) -> tuple[Tensor, Tensor]:
+    """[q <= p] q [n, Vq], in `spare`, and sum min(p, q) [n]."""
     assert law.full is not None
+    shared = torch.minimum(law.full, q, out=spare).sum(-1)
     # Compared into floats: multiplying by a bool tensor takes twice as long on CPU.
-    below = torch.ge(law.full, q, out=torch.empty_like(q)).mul_(q)
-    return below, torch.minimum(law.full, q).sum(-1)
+    return torch.ge(law.full, q, out=spare).mul_(q), shared
 
 
-def common_mass(q: Tensor, law: Law | None) -> Tensor | None:
+def common_mass(q: Tensor, law: Law | None, spare: Tensor) -> Tensor | None:
     """sum min(p, q) [n], where the whole law is there."""
-    return None if law is None or law.full is None else torch.minimum(law.full, q).sum(-1)
+    if law is None or law.full is None:
+        return None
+    return torch.minimum(law.full, q, out=spare).sum(-1)

@@ -129,18 +129,18 @@ class _Chunked:
         full = metrics or self.config.loss in ("tv", "lk", "e2e_tv")
         self.need = Need(full=full, temperature=temperatures.get(self.config.loss))
 
-    def rows(self, logits: Tensor, label: Tensor, law: Law | None) -> Rows:
+    def rows(self, logits: Tensor, label: Tensor, law: Law | None, spare: Tensor) -> Rows:
         """Value and gradient of positions [n, Vq]."""
         if self.config.loss == "ce":
-            return losses.ce_rows(logits, label, law)
+            return losses.ce_rows(logits, label, law, spare)
         assert law is not None
         match self.config.loss:
             case "kl":
-                return losses.kl_rows(logits, law, self.config.temperature)
+                return losses.kl_rows(logits, law, self.config.temperature, spare)
             case "lk":
-                return losses.lk_rows(logits, law, self.config.lk_eta)
+                return losses.lk_rows(logits, law, self.config.lk_eta, spare)
             case _:
-                return losses.tv_rows(logits, law)
+                return losses.tv_rows(logits, law, spare)
 
     def weigh(self, value: Tensor, counted: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         """Values of whole groups [n, K] -> (loss summed, weights [n, K])."""

@@ -45,7 +45,7 @@ class CrossEntropy:
     def __init__(self, *, full: bool = False) -> None:
         self.need, self.static_weights = Need(full=full), torch.ones(K)
 
-    def rows(self, logits: Tensor, label: Tensor, law: Law | None) -> Rows:
+    def rows(self, logits: Tensor, label: Tensor, law: Law | None, spare: Tensor) -> Rows:
         q = torch.softmax(logits, -1)
         at = torch.arange(len(label))
         value = -q[at, label].log()

@@ -88,27 +88,27 @@ Fast = Callable[[Tensor, Law], Rows]
 PAIRS: dict[str, tuple[Reference, Fast, Need]] = {
     "ce": (
         lambda z, t, ids: losses.ce(z, label_of(z)),
-        lambda z, law: losses.ce_rows(z, label_of(z), law),
+        lambda z, law: losses.ce_rows(z, label_of(z), law, torch.empty_like(z)),
         Need(full=True),
     ),
     "kl": (
         lambda z, t, ids: losses.kl(z, t, ids=ids),
-        lambda z, law: losses.kl_rows(z, law, 1.0),
+        lambda z, law: losses.kl_rows(z, law, 1.0, torch.empty_like(z)),
         Need(full=True, temperature=1.0),
     ),
     "kl-hot": (
         lambda z, t, ids: losses.kl(z, t, temperature=2.5, ids=ids),
-        lambda z, law: losses.kl_rows(z, law, 2.5),
+        lambda z, law: losses.kl_rows(z, law, 2.5, torch.empty_like(z)),
         Need(full=True, temperature=2.5),
     ),
     "tv": (
         lambda z, t, ids: losses.tv(z, t, ids=ids),
-        lambda z, law: losses.tv_rows(z, law),
+        lambda z, law: losses.tv_rows(z, law, torch.empty_like(z)),
         Need(full=True),
     ),
     "lk": (
         lambda z, t, ids: losses.lk_hybrid(z, t, eta=3.0, ids=ids),
-        lambda z, law: losses.lk_rows(z, law, 3.0),
+        lambda z, law: losses.lk_rows(z, law, 3.0, torch.empty_like(z)),
         Need(full=True, temperature=1.0),
     ),
 }
@@ -136,12 +136,13 @@ def test_a_reduced_teacher_may_be_projected_alone_for_kl() -> None:
     alone = law_of(teacher, Need(temperature=2.0), IDS)
     assert alone.full is None
     for law in (whole, alone):
-        rows = losses.kl_rows(logits.clone(), law, 2.0)
+        rows = losses.kl_rows(logits.clone(), law, 2.0, torch.empty_like(logits))
         assert_close(rows.value, losses.kl(logits, teacher, temperature=2.0, ids=IDS))
 
 
 def test_tv_gradient_stays_bounded() -> None:
-    rows = losses.tv_rows(draw(64, V, 8.0), law_of(draw(64, V, 8.0, seed=1), Need(full=True), None))
+    law = law_of(draw(64, V, 8.0, seed=1), Need(full=True), None)
+    rows = losses.tv_rows(draw(64, V, 8.0), law, torch.empty(64, V))
     assert rows.grad.abs().max() <= 1
 
 
