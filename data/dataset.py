@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from draftsmith.data.prompts import keyed_number
+from draftsmith.data.prompts import keyed_number, listed
+from draftsmith.data.rows import read_rows
 from draftsmith.drafters.slots import Batch
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DataConfig
@@ -45,6 +47,17 @@ def documents_from_rows(
             documents.append(_document(row, config))
         else:
             dropped[reason] += 1
+    return documents, dropped
+
+
+def training_documents(folder: Path, config: DataConfig) -> tuple[list[Document], Counter[str]]:
+    """Documents of a folder of rows, and why others were dropped; UserError when none is left."""
+    documents, dropped = documents_from_rows(read_rows(folder), config)
+    if not documents:
+        raise UserError(
+            f"{folder}: every row was dropped ({listed(dropped)}), no row is left to train on; "
+            "relax data.max_length, data.min_supervised_tokens or data.cut_answers"
+        )
     return documents, dropped
 
 

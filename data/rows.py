@@ -86,7 +86,7 @@ def agree_on_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
             return write_text(path, json.dumps(manifest, indent=2, sort_keys=True) + "\n")
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror})") from error
-    there, here = flat(_read_manifest(path)), flat(json.loads(json.dumps(manifest)))
+    there, here = flat(read_manifest(folder)), flat(json.loads(json.dumps(manifest)))
     differing = [
         f"{name} was {there.get(name)!r}, now {here.get(name)!r}"
         for name in sorted(there.keys() | here.keys())
@@ -100,10 +100,18 @@ def agree_on_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
         )
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """How the rows of a folder were made. Raises UserError where nothing says so."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise UserError(
+            f"{folder}: holds no {MANIFEST}, so nothing says whose answers its rows are; "
+            "remove the folder and distil again"
+        )
     try:
         manifest: dict[str, Any] = json.loads(path.read_text("utf-8"))
         int(manifest["prompts"]["count"])
+        dict(manifest["target"])
         return manifest
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(

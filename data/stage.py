@@ -3,13 +3,11 @@
 from collections import Counter
 from pathlib import Path
 
-from draftsmith.data.dataset import Document, documents_from_rows
+from draftsmith.data.dataset import Document, training_documents
 from draftsmith.data.distill import distil
 from draftsmith.data.prompts import listed, load_prompts
 from draftsmith.data.render import sample_text
-from draftsmith.data.rows import read_rows
 from draftsmith.drafters.target import Target
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 
 
@@ -28,13 +26,8 @@ def prepare(recipe: Recipe, run: Path) -> None:
         f"{summary.rows:,} answers, {summary.response_tokens:,} tokens, "
         f"{summary.cut:,} cut by data.distil.max_new_tokens{speed}"
     )
-    documents, dropped = documents_from_rows(read_rows(run / "rows"), recipe.data)
+    documents, dropped = training_documents(run / "rows", recipe.data)
     tell_dropped("rows", dropped)
-    if not documents:
-        raise UserError(
-            f"{run / 'rows'}: every row was dropped ({listed(dropped)}); relax data.max_length, "
-            "data.min_supervised_tokens or data.cut_answers"
-        )
     print(describe(documents, target))
 
 

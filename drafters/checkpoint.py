@@ -1,13 +1,15 @@
 """The native checkpoint of a drafter: a folder that says everything about itself.
 
-Medusa keeps FasterDecoding's layout: `medusa_lm_head.safetensors` with `{i}.0.linear.weight`,
-`{i}.0.linear.bias` and, for own full-vocabulary heads, `{i}.1.weight`; `config.json` is the
-superset that vLLM <= 0.32 reads. What that layout cannot say (draft vocabulary, low-rank factors,
-tree, target, recipe) lies in `draftsmith.json` and under key names of our own.
+The drafter names its tensors' file and gives its tensors and `config.json` in the layout that its
+method has elsewhere. What such a layout cannot say (draft vocabulary, tree, target, recipe) lies
+in `draftsmith.json`.
 """
 
+import contextlib
 import json
+import logging
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -21,18 +23,15 @@ from torch import Tensor
 
 from draftsmith.drafters.card import model_card
 from draftsmith.drafters.medusa import MedusaHeads
-from draftsmith.drafters.methods import CONFIGS, build
+from draftsmith.drafters.methods import CONFIGS, METHODS, build
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import sync, write_text
 
-WEIGHTS, CONFIG, META, CARD = (
-    "medusa_lm_head.safetensors",
-    "config.json",
-    "draftsmith.json",
-    "README.md",
-)
+CONFIG, META, CARD = "config.json", "draftsmith.json", "README.md"
 FORMAT = 1
+
+log = logging.getLogger(__name__)
 
 
 def save_drafter(drafter: MedusaHeads, folder: Path, metadata: dict[str, Any]) -> None:
@@ -41,7 +40,7 @@ def save_drafter(drafter: MedusaHeads, folder: Path, metadata: dict[str, Any]) -
     metadata: JSON values kept under their names (recipe, target fingerprint, tree, calibration,
     ...).
     """
-    tensors = to_native(drafter)
+    tensors = drafter.native_tensors()
     meta = {
         "format": FORMAT,
         "drafter": drafter.config.model_dump(mode="json"),
@@ -49,54 +48,19 @@ def save_drafter(drafter: MedusaHeads, folder: Path, metadata: dict[str, Any]) -
         **metadata,
     }
     folder.parent.mkdir(parents=True, exist_ok=True)
+    sweep(folder)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
-        sync(temporary / WEIGHTS)
-        write_json(temporary / CONFIG, native_config(drafter, meta))
+        weights = temporary / drafter.native_file
+        save_file(tensors, weights, metadata={"format": "pt"})
+        sync(weights)
+        write_json(temporary / CONFIG, drafter.native_config(meta))
         write_json(temporary / META, meta)
         write_text(temporary / CARD, model_card(meta))
-        compare(load_file(temporary / WEIGHTS), tensors)
+        compare(load_file(weights), tensors, weights.name)
         replace_folder(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def to_native(drafter: MedusaHeads) -> dict[str, Tensor]:
-    """Tensors under their file names."""
-    tensors: dict[str, Tensor] = {}
-    for i in range(drafter.depth):
-        tensors[f"{i}.0.linear.weight"] = drafter.weight[i].detach()
-        tensors[f"{i}.0.linear.bias"] = drafter.bias[i].detach()
-        if drafter.own is not None:
-            tensors[own_key(drafter, i)] = drafter.own[i].detach()
-        if drafter.down is not None:
-            tensors[f"{i}.low_rank.down"] = drafter.down[i].detach()
-    return {name: value.contiguous().cpu() for name, value in tensors.items()}
-
-
-def own_key(drafter: MedusaHeads, i: int) -> str:
-    """`{i}.1.weight` only for what that name means elsewhere: a whole [V, D] projection."""
-    if drafter.config.projection == "low_rank":
-        return f"{i}.low_rank.up"
-    return f"{i}.1.weight" if drafter.draft_ids is None else f"{i}.draft_rows.weight"
-
-
-def native_config(drafter: MedusaHeads, meta: dict[str, Any]) -> dict[str, Any]:
-    """config.json: what FasterDecoding and vLLM <= 0.32 read."""
-    own = drafter.config.projection == "own" and drafter.draft_ids is None
-    return {
-        "model_type": "medusa",
-        "architectures": ["MedusaModel"],
-        "medusa_num_heads": drafter.depth,
-        "medusa_num_layers": 1,
-        "medusa_fc_bias": True,
-        "original_lm_head": not own,
-        "hidden_size": drafter.weight.shape[-1],
-        "vocab_size": meta["target"]["vocab_size"],
-        "base_model_name_or_path": meta["target"]["model"],
-        "version": "2",
-    }
 
 
 def load_drafter(folder: Path, target: Target) -> MedusaHeads:
@@ -108,29 +72,25 @@ def load_drafter(folder: Path, target: Target) -> MedusaHeads:
     check_target(meta, target, folder)
     try:
         config = CONFIGS[meta["drafter"]["kind"]].model_validate(meta["drafter"])
-        tensors = load_file(folder / WEIGHTS)
+        weights = folder / METHODS[config.kind].native_file
+        tensors = load_file(weights)
     except (KeyError, ValidationError, SafetensorError, OSError) as error:
         raise broken(folder, error) from error
     ids = None if meta["draft_vocab"] is None else torch.tensor(meta["draft_vocab"])
     drafter = build(config, target, ids)
-    expected = to_native(drafter)
+    expected = drafter.named_slices()
     if {k: v.shape for k, v in expected.items()} != {k: v.shape for k, v in tensors.items()}:
-        raise broken(folder, ValueError(f"{WEIGHTS} holds other tensors than {META} describes"))
+        raise broken(folder, ValueError(f"{weights.name} and {META} describe other tensors"))
     if not all(bool(torch.isfinite(value).all()) for value in tensors.values()):
-        raise broken(folder, ValueError(f"{WEIGHTS} holds NaN or infinite values"))
-    with torch.no_grad():
-        for i in range(drafter.depth):
-            drafter.weight[i].copy_(tensors[f"{i}.0.linear.weight"])
-            drafter.bias[i].copy_(tensors[f"{i}.0.linear.bias"])
-            if drafter.own is not None:
-                drafter.own[i].copy_(tensors[own_key(drafter, i)])
-            if drafter.down is not None:
-                drafter.down[i].copy_(tensors[f"{i}.low_rank.down"])
+        raise broken(folder, ValueError(f"{weights.name} holds NaN or infinite values"))
+    drafter.load_native(tensors)
     return drafter.to(target.dtype).eval()
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
     """draftsmith.json of a drafter's folder."""
+    with contextlib.suppress(OSError):  # then it says below what is missing
+        restore(folder)
     if not (folder / META).is_file():
         raise UserError(
             f"{folder} is no drafter: it has no {META}; give the `drafter` folder of a run"
@@ -152,7 +112,10 @@ def update_metadata(folder: Path, changes: dict[str, Any]) -> None:
 
 
 def check_target(meta: dict[str, Any], target: Target, folder: Path) -> None:
-    """A drafter reads one target's states; shapes and template must agree (dtype may differ)."""
+    """A drafter reads one target's states; shapes and template must agree (dtype may differ).
+
+    A warning where it looks like another model of the same shape: drafts would be poor.
+    """
     trained = meta["target"]
     same = ("architecture", "template", "hidden_size", "vocab_size")
     now = {**target.fingerprint, "hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
@@ -164,6 +127,17 @@ def check_target(meta: dict[str, Any], target: Target, folder: Path) -> None:
             f"{folder} was trained for target {trained.get('model')!r}, which differs from "
             f"{target.name!r} in {', '.join(differing)} (trained / given); evaluate it with the "
             "target that it was trained for"
+        )
+    unlike = [
+        f"{key} {trained.get(key)} / {now[key]}"
+        for key in ("model", "revision", "origin")
+        if trained.get(key) != now[key]
+    ]
+    if unlike:
+        log.warning(
+            "%s was trained for another target (%s; trained / given); its drafts may be poor",
+            folder,
+            ", ".join(unlike),
         )
 
 
@@ -183,12 +157,12 @@ def broken(folder: Path, error: Exception) -> UserError:
     )
 
 
-def compare(written: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+def compare(written: dict[str, Tensor], wanted: dict[str, Tensor], name: str) -> None:
     """What was read back must be what was meant."""
     if written.keys() != wanted.keys() or any(
         not torch.equal(written[k], wanted[k]) for k in wanted
     ):
-        raise OSError(f"{WEIGHTS} read back differs from what was written; is the disk failing?")
+        raise OSError(f"{name} read back differs from what was written; is the disk failing?")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -199,10 +173,34 @@ def write_json(path: Path, value: Any) -> None:
 def replace_folder(new: Path, folder: Path) -> None:
     """Put `new` where `folder` is; the old one is whole until the new one is."""
     os.chmod(new, 0o755)
-    old = folder.with_name(f".{folder.name}.old")
+    restore(folder)
+    old = backup(folder)
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         os.rename(folder, old)
-    os.rename(new, folder)
+    try:
+        os.rename(new, folder)
+    except BaseException:
+        restore(folder)
+        raise
     sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def backup(folder: Path) -> Path:
+    """Where the old folder waits for the new one."""
+    return folder.with_name(f".{folder.name}.old")
+
+
+def restore(folder: Path) -> None:
+    """Put the old folder back where a process died (or failed) between the two renames."""
+    if not folder.exists() and backup(folder).is_dir():
+        os.rename(backup(folder), folder)
+
+
+def sweep(folder: Path) -> None:
+    """Remove the temporaries that killed processes left beside a folder. One process saves it."""
+    name = re.compile(rf"\.{re.escape(folder.name)}-[a-z0-9_]{{8}}")  # as mkdtemp names them
+    for path in folder.parent.iterdir():
+        if name.fullmatch(path.name) and path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)

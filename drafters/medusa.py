@@ -5,9 +5,15 @@ Head k reads the state before the root and guesses the k-th token after the root
 `logits_k = W_k (h + SiLU(A_k h + b_k))`. A_k and b_k start at zero, so every head starts as the
 target's own head. W_k is the frozen shared head (default), that plus a low-rank correction, or one
 trained matrix per slot.
+
+Files keep FasterDecoding's layout: `{i}.0.linear.weight`, `{i}.0.linear.bias` and, for own
+full-vocabulary heads, `{i}.1.weight`; `config.json` is the superset that vLLM <= 0.32 reads. What
+that layout cannot say (draft vocabulary, low-rank factors) lies under key names of our own.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +44,7 @@ class MedusaState:
 class MedusaHeads(nn.Module):
     """K residual heads; `depth` is K."""
 
+    native_file = "medusa_lm_head.safetensors"
     rows: Tensor  # [Vq, D], the target's head rows that drafts may use
     draft_ids: Tensor | None  # [Vq] their target ids; None: all
 
@@ -91,9 +98,9 @@ class MedusaHeads(nn.Module):
     @torch.no_grad()
     def propose(self, state: MedusaState, root: Tensor, tree: Tree) -> Proposal:
         """Point-mass guesses of every slot, laid out as `tree` (on the drafter's device)."""
-        batch, width = root.shape[0], int(tree.rank.max()) + 1
+        batch = root.shape[0]
         logits = slot_logits(self.states(state.hidden), self.head(), self.adjust)  # [B, K, Vq]
-        best = logits.topk(width, dim=-1).indices  # [B, K, S]
+        best = logits.topk(tree.width, dim=-1).indices  # [B, K, S]
         if self.draft_ids is not None:
             best = self.draft_ids[best]
         tokens = best[:, tree.depth - 1, tree.rank]  # [B, M]
@@ -106,3 +113,51 @@ class MedusaHeads(nn.Module):
         """
         rows = torch.arange(verdict.length.shape[0], device=verdict.length.device)
         return MedusaState(states.final[rows, verdict.length])
+
+    def cache_bytes_per_token(self) -> int:
+        """None: the heads carry one state per row, however long the context."""
+        return 0
+
+    def named_slices(self) -> dict[str, Tensor]:
+        """Views of the parameters, head by head, under their names in files."""
+        views: dict[str, Tensor] = {}
+        for i in range(self.depth):
+            views[f"{i}.0.linear.weight"] = self.weight[i]
+            views[f"{i}.0.linear.bias"] = self.bias[i]
+            if self.own is not None:
+                views[self.own_key(i)] = self.own[i]
+            if self.down is not None:
+                views[f"{i}.low_rank.down"] = self.down[i]
+        return views
+
+    def own_key(self, i: int) -> str:
+        """`{i}.1.weight` only for what that name means elsewhere: a whole [V, D] projection."""
+        if self.config.projection == "low_rank":
+            return f"{i}.low_rank.up"
+        return f"{i}.1.weight" if self.draft_ids is None else f"{i}.draft_rows.weight"
+
+    def native_tensors(self) -> dict[str, Tensor]:
+        """Tensors under their names in files, on the CPU."""
+        return {k: v.detach().contiguous().cpu() for k, v in self.named_slices().items()}
+
+    @torch.no_grad()
+    def load_native(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `native_tensors` gave; names and shapes must be the same."""
+        for name, view in self.named_slices().items():
+            view.copy_(tensors[name])
+
+    def native_config(self, meta: Mapping[str, Any]) -> dict[str, Any]:
+        """config.json: what FasterDecoding and vLLM <= 0.32 read."""
+        own = self.config.projection == "own" and self.draft_ids is None
+        return {
+            "model_type": "medusa",
+            "architectures": ["MedusaModel"],
+            "medusa_num_heads": self.depth,
+            "medusa_num_layers": 1,
+            "medusa_fc_bias": True,
+            "original_lm_head": not own,
+            "hidden_size": self.weight.shape[-1],
+            "vocab_size": meta["target"]["vocab_size"],
+            "base_model_name_or_path": meta["target"]["model"],
+            "version": "2",
+        }

@@ -65,6 +65,14 @@ class Head:
     own: Tensor | None = None  # [K, Vq, R], trained
     ids: Tensor | None = None  # [Vq] int64
 
+    @property
+    def rows(self) -> int:
+        """Vq: the tokens that drafts may use."""
+        if self.shared is not None:
+            return self.shared.shape[0]
+        assert self.own is not None, "a head has a shared or an own term"
+        return self.own.shape[1]
+
 
 @dataclass(frozen=True)
 class SlotStates:
@@ -100,3 +108,8 @@ def label_slots(batch: Batch, roots: Roots, depth: int) -> SlotLabels:
 def before_roots(states: Tensor, roots: Roots) -> Tensor:
     """The state just before every root, [N, D] from [B, T, D]: what Medusa and MTP read."""
     return states[roots.row, roots.position - 1]
+
+
+def before_output(states: Tensor, row: int, *, prompt: int, output: int) -> Tensor:
+    """The states that predict `output` tokens behind a prompt of `prompt`: [output, D]."""
+    return states[row, prompt - 1 : prompt - 1 + output]

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -235,12 +237,27 @@ def make_fingerprint(config: TargetConfig, model: Any, tokenizer: Any) -> dict[s
     builtin = BUILTINS.get(config.model)
     return {
         "model": config.model,
-        "revision": config.revision or (builtin.revision if builtin else "none"),
+        "revision": config.revision
+        or (builtin.revision if builtin else hub_commit(config.model) or "none"),
         "architecture": type(model).__name__,
         "dtype": config.dtype,
         "origin": builtin.origin if builtin else "as published",
         "template": hashlib.sha256(str(template).encode()).hexdigest()[:16],
     }
+
+
+def hub_commit(model: str) -> str | None:
+    """The commit of a Hub model that was loaded without a revision, read off the Hub's cache.
+
+    (transformers has stopped keeping it in the config.)
+    """
+    if model.startswith((".", "/", "~")) or Path(model).is_dir():
+        return None
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:  # a name that somebody gave to a model in memory
+        return None
+    return Path(found).parent.name if isinstance(found, str) else None
 
 
 def pick_device(name: str) -> torch.device:

@@ -24,6 +24,7 @@ class Tree:
     parent: Tensor = field(init=False, compare=False)  # [M] int64, 0 is the root
     depth: Tensor = field(init=False, compare=False)  # [M] int64, from 1
     rank: Tensor = field(init=False, compare=False)  # [M] int64
+    width: int = field(init=False, compare=False)  # guesses of a slot that it uses
     visible: Tensor = field(init=False, compare=False)  # [M+1, M+1] bool: ancestors and self
 
     def __post_init__(self) -> None:
@@ -41,6 +42,8 @@ class Tree:
         object.__setattr__(self, "depth", torch.tensor([len(path) for path in paths]))
         object.__setattr__(self, "rank", torch.tensor([path[-1] for path in paths]))
         object.__setattr__(self, "visible", visible)
+        # Kept as a number: reading it off `rank` would make every proposal wait for the GPU.
+        object.__setattr__(self, "width", 1 + max(path[-1] for path in paths))
 
     @property
     def nodes(self) -> int:

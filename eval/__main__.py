@@ -1,26 +1,30 @@
-"""`python -m draftsmith.eval RECIPE [KEY=VALUE ...]`: the evaluation stage by itself."""
+"""`python -m draftsmith.eval RECIPE [KEY=VALUE ...] [--dry-run]`: the evaluation by itself."""
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from draftsmith.recipes.entry import guard, open_run, parse_arguments, run_folder
-from draftsmith.recipes.load import load_recipe
-from draftsmith.recipes.stages import DATA, EVAL, TRAIN, need, run_stage
+from draftsmith.data.runner import Program, run_recipe
+from draftsmith.recipes.entry import guard
+from draftsmith.recipes.schema import Recipe
 
 
-def command(argv: Sequence[str]) -> None:
-    """Measure a recipe's trained drafter."""
-    about = {"eval": "decode, measure, report"}
-    arguments = parse_arguments(argv, prog="python -m draftsmith.eval", commands=about)
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
-    for stage in (DATA, TRAIN):
-        need(recipe, run_folder(recipe), stage, f"draftsmith {stage.name}")
+def measure(recipe: Recipe, run: Path) -> None:
+    """The evaluation stage."""
     from draftsmith.eval.stage import evaluate
 
-    with open_run(recipe, ["python", "-m", "draftsmith.eval", *argv]) as run:
-        run_stage(recipe, run, EVAL, lambda: evaluate(recipe, run))
-    print(f"finished: {run / EVAL.result}")
+    evaluate(recipe, run)
+
+
+PROGRAM = Program(
+    "python -m draftsmith.eval", {"eval": "decode, measure, report"}, {"eval": measure}
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code."""
+    return guard(lambda: run_recipe(PROGRAM, PROGRAM.parse(argv), argv))
 
 
 if __name__ == "__main__":
-    sys.exit(guard(lambda: command(sys.argv[1:])))
+    sys.exit(main(sys.argv[1:]))

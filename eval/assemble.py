@@ -33,9 +33,11 @@ from draftsmith.eval.summary import (
     tau_macro,
     tau_micro,
     token_seconds,
+    tokens_per_second,
 )
 from draftsmith.eval.theory import RoundCost, predicted_speedup
-from draftsmith.eval.walk import RankTable, rank_table, walk
+from draftsmith.eval.walk import RankTable, recipe_ranks, walk
+from draftsmith.recipes.schema import Recipe
 
 Z_LIMIT = 4.0  # standard errors; a right sampler passes it in 15,999 of 16,000 reports
 
@@ -61,6 +63,7 @@ class Memory:
 
 
 def check_arm(
+    recipe: Recipe,
     target: Target,
     arm: Arm,
     trials: Sequence[Trial],
@@ -76,7 +79,7 @@ def check_arm(
         alpha = first_slot_alpha(target, arm.drafter, answers, arm.sampling)
         if arm.baseline not in memory.tables:
             documents = documents_of(plain, prompts, greedy=arm.sampling.greedy)
-            memory.tables[arm.baseline] = rank_table(target, arm.drafter, documents)
+            memory.tables[arm.baseline] = recipe_ranks(recipe, target, arm.drafter, documents)
         tau = walk(memory.tables[arm.baseline], arm.tree).total.tau_micro or None
     return Verdicts(lossless, sentence, alpha, tau)
 
@@ -174,8 +177,8 @@ def arm_report(
         tree=tree_paths(arm.tree),
         prompts=len(timed.tokens),
         tokens=int(timed.tokens.sum()),
-        tokens_per_second=float(timed.tokens.sum() / timed.seconds.sum()),
-        tokens_per_second_with_prefill=float(whole.tokens.sum() / whole.seconds.sum()),
+        tokens_per_second=tokens_per_second(timed),
+        tokens_per_second_with_prefill=tokens_per_second(whole),
         speedup=speedup(baseline, timed),
         speedup_interval=speedup_interval(baseline, timed),
         speedup_with_prefill=speedup(whole_baseline, whole),
@@ -203,10 +206,7 @@ def tree_paths(tree: Tree | None) -> list[list[int]] | None:
 
 
 def drafter_bytes(drafter: Drafter | None, target: Target) -> dict[str, int]:
-    """Memory that the drafter adds: parameters and buffers that are not the target's own.
-
-    Medusa heads cache nothing: they carry one state per row, however long the context.
-    """
+    """Memory that the drafter adds: parameters and buffers that are not the target's own."""
     if not isinstance(drafter, nn.Module):
         return {"weights": 0, "cache_per_token": 0}
     shared = target.head_weight.untyped_storage().data_ptr()
@@ -215,7 +215,7 @@ def drafter_bytes(drafter: Drafter | None, target: Target) -> dict[str, int]:
         storage = tensor.untyped_storage()
         if storage.data_ptr() != shared:
             held[storage.data_ptr()] = storage.nbytes()
-    return {"weights": sum(held.values()), "cache_per_token": 0}
+    return {"weights": sum(held.values()), "cache_per_token": drafter.cache_bytes_per_token()}
 
 
 def sample_of(tokenizer: Any, arm: Arm, trial: Trial, prompt: BenchPrompt) -> Sample:

@@ -10,7 +10,7 @@ from torch import Tensor
 from draftsmith.drafters.methods import Drafter
 from draftsmith.drafters.projection import slot_logits
 from draftsmith.drafters.sampler import Sampling, standardise
-from draftsmith.drafters.slots import Batch, Head, TargetStates, all_roots
+from draftsmith.drafters.slots import Batch, Head, TargetStates, all_roots, before_output
 from draftsmith.drafters.target import Target
 
 TOKENS_AT_ONCE = 8192  # of a padded batch: bounds the memory of a pass
@@ -87,16 +87,29 @@ def law_score(target: Target, answers: Sequence[Answer], sampling: Sampling) -> 
         p = standardise(logits.double(), sampling)  # [n, V]
         tokens = output_slice(answers[index], start, logits)
         score = score_tokens(p, tokens)
-        total += replace(score, impossible=beyond_support(p, tokens, logits, target.dtype))
+        total += replace(score, impossible=beyond_support(logits, tokens, sampling, target.dtype))
     return total
 
 
-def beyond_support(p: Tensor, tokens: Tensor, logits: Tensor, dtype: torch.dtype) -> int:
-    """Tokens that top-k or top-p leave out, and that no rounding could have let in."""
-    floor = logits.masked_fill(p == 0, float("inf")).amin(-1)
-    slack = ROUNDING * torch.finfo(dtype).eps * logits.amax(-1).abs()
+def beyond_support(logits: Tensor, tokens: Tensor, sampling: Sampling, dtype: torch.dtype) -> int:
+    """Tokens that top-k or top-p leave out, and that no rounding of `dtype` could have let in.
+
+    logits [n, V] float64. Rounding may swap tokens whose logits are within the slack, and may shift
+    the log-odds of the mass before a token by the slack.
+    """
+    slack = ROUNDING * torch.finfo(dtype).eps * logits.amax(-1).abs()  # [n]
     mine = logits.gather(1, tokens[:, None])[:, 0]
-    return int((mine < floor - slack).sum())
+    before = logits > (mine + slack)[:, None]  # surely more likely
+    beyond = torch.zeros_like(mine, dtype=torch.bool)
+    if sampling.top_k:
+        beyond |= before.sum(-1) >= sampling.top_k
+    if sampling.top_p < 1:
+        p = standardise(logits, Sampling(sampling.temperature, sampling.top_k))
+        mass = (p * before).sum(-1)
+        beyond |= mass.logit(1e-12) - slack / sampling.temperature >= math.log(
+            sampling.top_p / (1 - sampling.top_p)
+        )
+    return int(beyond.sum())
 
 
 def score_tokens(p: Tensor, tokens: Tensor) -> LawScore:
@@ -123,8 +136,9 @@ def output_logits(target: Target, answers: Sequence[Answer]) -> Iterator[tuple[i
     for group in grouped(answers):
         states = target.states(batch_of(target, [answers[index] for index in group]))
         for row, index in enumerate(group):
-            first = len(answers[index].prompt) - 1
-            hidden = states.final[row, first : first + len(answers[index].output)]
+            answer = answers[index]
+            prompt, output = len(answer.prompt), len(answer.output)
+            hidden = before_output(states.final, row, prompt=prompt, output=output)
             for start in range(0, hidden.shape[0], LOGITS_AT_ONCE):
                 logits = target.logits(hidden[start : start + LOGITS_AT_ONCE])
                 yield index, start, logits.float()

@@ -4,23 +4,22 @@ Parts are timed in turn (plain step, tree 1, tree 2, ..., and again), so that a 
 down slows all of them; the median over the turns is taken.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.cache import TargetCache
 from draftsmith.drafters.methods import Drafter
-from draftsmith.drafters.proposal import Verdict
+from draftsmith.drafters.proposal import Proposal, Verdict
 from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.slots import TargetStates
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree
-from draftsmith.eval.decode import clock, empty_proposal, kept_nodes, layout, tree_mask
+from draftsmith.eval.decode import Loop, clock, play, prefill
 from draftsmith.eval.theory import RoundCost
-from draftsmith.eval.verify import choose, verify
+from draftsmith.eval.verify import verify
 
 WARM_UP = 2  # turns that are thrown away
 
@@ -29,17 +28,9 @@ WARM_UP = 2  # turns that are thrown away
 class Bench:
     """A cached context to which every timed round is put back."""
 
-    target: Target
-    cache: TargetCache
+    plain: Loop
     states: TargetStates  # of the context [1, S, D]
     root: Tensor  # [1]
-    sampling: Sampling
-    generator: torch.Generator
-
-    @property
-    def context(self) -> int:
-        """Cached positions."""
-        return self.states.final.shape[1]
 
 
 @dataclass(frozen=True)
@@ -68,7 +59,7 @@ def measure_costs(
     drafted: list[list[Parts]] = [[] for _ in trees]
     for turn in range(WARM_UP + turns):
         steps = [time_plain(bench)]
-        rounds = [time_round(bench, drafter, state, tree) for tree in trees]
+        rounds = [time_tree(bench, drafter, state, tree) for tree in trees]
         if turn >= WARM_UP:
             plain += steps
             for parts, one in zip(drafted, rounds, strict=True):
@@ -89,44 +80,34 @@ def prepare(target: Target, context: int, sampling: Sampling) -> Bench:
     """Cache `context` random tokens; what they are changes no cost."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(target.vocab_size, (1, context), generator=generator).to(target.device)
-    cache = target.new_cache()
-    positions = torch.arange(context, device=target.device)[None]
-    states = TargetStates(target.step(ids, positions, cache))
     draws = torch.Generator(target.device).manual_seed(0)
-    return Bench(target, cache, states, ids[:, -1], sampling, draws)
+    plain = Loop(target, None, None, sampling, draws, target.new_cache())
+    return Bench(plain, prefill(target, ids, plain.cache), ids[:, -1])
 
 
 def time_plain(bench: Bench) -> float:
-    """Seconds of one plain round, as the decoding loop does it."""
-    target, cache = bench.target, bench.cache
-    start = clock(target)
-    proposal = empty_proposal(bench.root)
-    hidden = target.step(*layout(bench.root, proposal, None, bench.context), cache, None)
-    chosen = choose(target.logits(hidden), bench.sampling, bench.generator)
-    verdict = verify(proposal, chosen)
-    cache.keep(bench.context, kept_nodes(verdict))
-    seconds = clock(target) - start
-    cache.crop(bench.context)
-    return seconds
+    """Seconds of one plain round of the decoding loop."""
+    parts = time_round(bench, bench.plain, None, verify)
+    return parts.draft + parts.verify + parts.overhead
 
 
-def time_round(bench: Bench, drafter: Drafter, state: object, tree: Tree) -> Parts:
-    """Seconds of one drafted round, as the decoding loop does it, in its three parts."""
-    target, cache, root = bench.target, bench.cache, bench.root
-    start = clock(target)
-    proposal = drafter.propose(state, root, tree)
-    drafted = clock(target)
-    ids, positions = layout(root, proposal, tree, bench.context)
-    hidden = target.step(ids, positions, cache, tree_mask(tree, bench.context))
-    chosen = choose(target.logits(hidden), bench.sampling, bench.generator)
-    verified = clock(target)
-    verify(proposal, chosen)
-    verdict = some_verdict(tree, chosen)
-    path = kept_nodes(verdict)
-    cache.keep(bench.context, path)
-    drafter.commit(state, verdict, TargetStates(hidden[:, path]))
-    seconds = Parts(drafted - start, verified - drafted, clock(target) - verified)
-    cache.crop(bench.context)
+def time_tree(bench: Bench, drafter: Drafter, state: object, tree: Tree) -> Parts:
+    """Seconds of one drafted round of the decoding loop, in its three parts."""
+
+    def rule(proposal: Proposal, chosen: Tensor) -> Verdict:
+        verify(proposal, chosen)  # for its time
+        return some_verdict(tree, chosen)
+
+    return time_round(bench, replace(bench.plain, drafter=drafter, tree=tree), state, rule)
+
+
+def time_round(
+    bench: Bench, loop: Loop, state: object, rule: Callable[[Proposal, Tensor], Verdict]
+) -> Parts:
+    """Time a round, and put the cache back."""
+    played = play(loop, state, bench.root, rule)
+    seconds = Parts(played.draft_s, played.verify_s, clock(loop.target) - played.verified)
+    loop.cache.crop(bench.states.final.shape[1])
     return seconds
 
 

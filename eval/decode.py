@@ -3,12 +3,14 @@ loop without drafts.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from draftsmith.drafters.cache import TargetCache
 from draftsmith.drafters.methods import Drafter
 from draftsmith.drafters.proposal import Proposal, Verdict
 from draftsmith.drafters.sampler import Sampling
@@ -44,6 +46,31 @@ class Decoded:
     finish: Literal["stop", "length"]
 
 
+@dataclass(frozen=True)
+class Loop:
+    """What every round of an answer shares."""
+
+    target: Target
+    drafter: Drafter | None
+    tree: Tree | None  # given with a drafter
+    sampling: Sampling
+    generator: torch.Generator
+    cache: TargetCache
+
+
+@dataclass(frozen=True)
+class Played:
+    """A round, before its tokens are read."""
+
+    proposal: Proposal
+    verdict: Verdict
+    path: Tensor  # [P+1] the nodes that the cache kept: the root and its accepted path
+    state: Any  # the drafter's next one
+    draft_s: float
+    verify_s: float
+    verified: float  # when verification ended
+
+
 @torch.inference_mode()
 def decode(
     target: Target,
@@ -69,43 +96,59 @@ def decode(
     generator = torch.Generator(target.device).manual_seed(seed)
     stops = target.eos_ids if eos_ids is None else eos_ids
     began = clock(target)
-    cache = target.new_cache()
-    prompt = torch.tensor([prompt_ids], device=target.device)
-    states = TargetStates(
-        target.step(prompt, torch.arange(prompt.shape[1], device=target.device)[None], cache)
-    )
+    loop = Loop(target, drafter, tree, sampling, generator, target.new_cache())
+    states = prefill(target, torch.tensor([prompt_ids], device=target.device), loop.cache)
     root = choose(target.logits(states.final[:, -1:]), sampling, generator)[:, 0]  # [1]
     state = None if drafter is None else drafter.start(states)
     tokens, rounds = [int(root)], []
     prefilled = clock(target)
     while len(tokens) < max_new_tokens and tokens[-1] not in stops:
-        start = clock(target)
-        if drafter is None or tree is None:
-            proposal = empty_proposal(root)
-        else:
-            proposal = drafter.propose(state, root, tree)
-        drafted = clock(target)
-        length = cache.length
-        hidden = target.step(*layout(root, proposal, tree, length), cache, tree_mask(tree, length))
-        chosen = choose(target.logits(hidden), sampling, generator)
-        verified = clock(target)
-        verdict = verify(proposal, chosen)
-        path = kept_nodes(verdict)
-        cache.keep(length, path)
-        if drafter is not None:
-            state = drafter.commit(state, verdict, TargetStates(hidden[:, path]))
-        root = verdict.next
+        played = play(loop, state, root)
+        state, root = played.state, played.verdict.next
+        drafts = played.proposal.tokens  # [1, M]
         new = cut(
-            [*proposal.tokens[0, path[1:] - 1].tolist(), int(root)],
+            [*drafts[0, played.path[1:] - 1].tolist(), int(root)],
             stops,
             max_new_tokens - len(tokens),
         )
         tokens.extend(new)
-        accepted = int(verdict.length)
-        times = (drafted - start, verified - drafted, clock(target) - verified)
-        rounds.append(Round(proposal.tokens.shape[1], accepted, len(new), *times))
+        accepted = int(played.verdict.length)
+        seconds = played.draft_s, played.verify_s, clock(target) - played.verified
+        rounds.append(Round(drafts.shape[1], accepted, len(new), *seconds))
     finish: Literal["stop", "length"] = "stop" if tokens[-1] in stops else "length"
     return Decoded(tokens, rounds, prefilled - began, clock(target) - prefilled, finish)
+
+
+def prefill(target: Target, prompt: Tensor, cache: TargetCache) -> TargetStates:
+    """Feed a prompt [1, T] to an empty cache; its states."""
+    positions = torch.arange(prompt.shape[1], device=target.device)[None]
+    return TargetStates(target.step(prompt, positions, cache))
+
+
+def play(
+    loop: Loop,
+    state: Any,
+    root: Tensor,
+    rule: Callable[[Proposal, Tensor], Verdict] = verify,
+) -> Played:
+    """One round: draft after the root [1], verify in one pass, accept by `rule`, commit."""
+    target, drafter, tree, cache = loop.target, loop.drafter, loop.tree, loop.cache
+    start = clock(target)
+    if drafter is None or tree is None:
+        proposal = empty_proposal(root)
+    else:
+        proposal = drafter.propose(state, root, tree)
+    drafted = clock(target)
+    length = cache.length
+    hidden = target.step(*layout(root, proposal, tree, length), cache, tree_mask(tree, length))
+    chosen = choose(target.logits(hidden), loop.sampling, loop.generator)
+    verified = clock(target)
+    verdict = rule(proposal, chosen)
+    path = kept_nodes(verdict)
+    cache.keep(length, path)
+    if drafter is not None:
+        state = drafter.commit(state, verdict, TargetStates(hidden[:, path]))
+    return Played(proposal, verdict, path, state, drafted - start, verified - drafted, verified)
 
 
 def empty_proposal(root: Tensor) -> Proposal:

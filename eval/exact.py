@@ -22,8 +22,8 @@ from draftsmith.eval.check import Answer, Divergence, greedy_divergences
 from draftsmith.eval.prompts import evaluation_prompts
 from draftsmith.eval.stage import stored_recipe
 from draftsmith.eval.summary import Trial, emitted
-from draftsmith.eval.walk import RankTable, rank_table, walk
-from draftsmith.recipes.entry import guard, run_folder
+from draftsmith.eval.walk import RankTable, recipe_ranks, walk
+from draftsmith.recipes.entry import Parser, guard, run_folder
 from draftsmith.recipes.load import load_recipe
 from draftsmith.recipes.schema import Recipe
 
@@ -63,9 +63,10 @@ class Finding:
 
 
 def examine(
-    target: Target, arms: Sequence[Arm], prompts: Sequence[BenchPrompt], *, max_new_tokens: int
+    recipe: Recipe, target: Target, arms: Sequence[Arm], prompts: Sequence[BenchPrompt]
 ) -> list[Finding]:
     """Decode every prompt with every greedy arm (the first is plain) and compare."""
+    max_new_tokens = recipe.eval.max_new_tokens
     plain = decode_all(target, arms[0], prompts, max_new_tokens)
     table: RankTable | None = None
     findings = [compare(target, arms[0], plain, plain, prompts, None)]
@@ -73,7 +74,7 @@ def examine(
         trials = decode_all(target, arm, prompts, max_new_tokens)
         if arm.drafter is not None and table is None:
             documents = documents_of(plain, prompts, greedy=True)
-            table = rank_table(target, arm.drafter, documents)
+            table = recipe_ranks(recipe, target, arm.drafter, documents)
         findings.append(compare(target, arm, trials, plain, prompts, table))
     return findings
 
@@ -170,7 +171,7 @@ def check(subject: Subject) -> bool:
     tree = subject.tree.to(target.device)
     arms = greedy_arms(drafter, recipe.drafter.kind, straight, tree)
     prompts, _ = evaluation_prompts(target, recipe)
-    findings = examine(target, arms, prompts, max_new_tokens=recipe.eval.max_new_tokens)
+    findings = examine(recipe, target, arms, prompts)
     print(
         f"\n{target.name} (weights {target.fingerprint['origin']}), {recipe.target.dtype}, "
         f"{len(prompts)} prompts, at most {recipe.eval.max_new_tokens} tokens each"
@@ -191,13 +192,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0 when the checks pass, 1 when one fails, 2 for bad input."""
-    parser = argparse.ArgumentParser(prog="python -m draftsmith.eval.exact", description=__doc__)
+    parser = Parser(prog="python -m draftsmith.eval.exact", description=__doc__)
     parser.add_argument("checkpoint", nargs="?", help="a drafter's folder; the demo's by default")
     parser.add_argument("--prompts", type=int, help="at most this many; all by default")
     parser.add_argument("--max-new-tokens", type=int, help="the recipe's by default")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "both"), default="both")
-    arguments = parser.parse_args(argv)
-    return guard(lambda: run(arguments))
+    return guard(lambda: run(parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from draftsmith.eval.report import ArmReport, Report, TreeChoice
-from draftsmith.eval.tables import drafting, visible
+from draftsmith.eval.tables import drafting, fixed, visible
 
 INK, FAINT = "#101112", "#8a8f98"
 COLOURS = ("#3b82c4", "#e08a1e", "#2a9d78", "#b667a8", "#c4554d")
@@ -59,13 +59,15 @@ def speedup_figure(report: Report) -> Figure:
     arms = [arm for arm in report.arms if arm.name != arm.baseline]
     figure, axes = canvas(7.2, 0.9 + 0.42 * len(arms))
     for row, arm in enumerate(arms):
-        low, high = arm.speedup_interval or (arm.speedup, arm.speedup)
-        bars = [[max(0.0, arm.speedup - low)], [max(0.0, high - arm.speedup)]]
-        axes.barh(row, arm.speedup, height=0.55, color=colour_of(report, arm), alpha=0.85)
-        axes.errorbar(arm.speedup, row, xerr=bars, color=INK, capsize=3, lw=1.2)
+        value = arm.speedup or 0.0  # no bar where no token was timed
+        low, high = arm.speedup_interval or (value, value)
+        bars = [[max(0.0, value - low)], [max(0.0, high - value)]]
+        axes.barh(row, value, height=0.55, color=colour_of(report, arm), alpha=0.85)
+        axes.errorbar(value, row, xerr=bars, color=INK, capsize=3, lw=1.2)
         if arm.predicted_speedup is not None:
             axes.plot(arm.predicted_speedup, row, "D", mfc="none", mec=INK, ms=6, mew=1.3)
-        axes.annotate(f"{arm.speedup:.2f}x", (0.02, row), va="center", color="white", weight="bold")
+        label = fixed(arm.speedup, 2, "x")
+        axes.annotate(label, (0.02, row), va="center", color="white", weight="bold")
     axes.plot([], [], "D", mfc="none", mec=INK, mew=1.3, ls="", label="predicted from costs alone")
     axes.errorbar([], [], xerr=[], color=INK, capsize=3, lw=1.2, label="95 % interval")
     axes.axvline(1.0, color=INK, lw=1, ls=":")
@@ -160,23 +162,26 @@ def tree_figure(tree: TreeChoice) -> Figure:
         axes.set_xlabel("nodes")
         axes.set_ylabel(label)
         axes.grid()
+    right.axhline(1.0, color=INK, lw=1, ls=":")
     right.legend()
     return figure
 
 
 def training_figure(curve: Sequence[dict[str, float]]) -> Figure | None:
     """Training loss, and the walk over held-out answers while training."""
-    loss = [(point["step"], point["loss"]) for point in curve if "loss" in point]
-    tau = [(point["step"], point["tau"]) for point in curve if "tau" in point]
-    if not loss and not tau:
+    names = {"loss": "training loss", "tau": "held-out tau, chain walk"}
+    points = {
+        label: [(point["step"], point[name]) for point in curve if name in point]
+        for name, label in names.items()
+    }
+    panels = [(label, values) for label, values in points.items() if values]
+    if not panels:
         return None
     figure = Figure(figsize=(7.2, 2.7), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for axes, points, label in (
-        (left, loss, "training loss"),
-        (right, tau, "held-out tau, chain walk"),
-    ):
-        axes.plot(*zip(*points, strict=True) if points else ([], []), color=COLOURS[0], lw=1.6)
+    row = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (label, values) in zip(row, panels, strict=True):
+        marker = "o" if len(values) < 20 else ""
+        axes.plot(*zip(*values, strict=True), color=COLOURS[0], lw=1.6, marker=marker, ms=4)
         axes.set_xlabel("step")
         axes.set_ylabel(label)
         axes.grid()

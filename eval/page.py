@@ -116,7 +116,7 @@ def heading(report: Report) -> str:
 def best_arm(report: Report) -> ArmReport | None:
     """The fastest greedy drafting arm."""
     greedy = [arm for arm in drafting(report) if arm.temperature == 0.0]
-    return max(greedy, key=lambda arm: arm.speedup, default=None)
+    return max(greedy, key=lambda arm: arm.speedup or 0.0, default=None)
 
 
 def cards(report: Report) -> str:
@@ -125,7 +125,10 @@ def cards(report: Report) -> str:
     if arm is None:
         return ""
     figures = [
-        (f"{arm.speedup:.2f}x", f"speedup of {arm.name}, 95 %: {interval(arm.speedup_interval)}"),
+        (
+            fixed(arm.speedup, 2, "x"),
+            f"speedup of {arm.name}, 95 %: {interval(arm.speedup_interval)}",
+        ),
         (fixed(arm.tau_micro, 2), "tokens per target pass (tau, micro)"),
         (fixed(arm.tokens_per_second, 1), "tokens per second, prefill not counted"),
         (yes(arm.lossless), "output is the target's own"),

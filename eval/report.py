@@ -59,11 +59,11 @@ class ArmReport:
     tree: list[list[int]] | None  # every node as the ranks on its path
     prompts: int
     tokens: int
-    tokens_per_second: float
-    tokens_per_second_with_prefill: float
-    speedup: float
+    tokens_per_second: float | None  # None, as the speedups: no token was timed
+    tokens_per_second_with_prefill: float | None
+    speedup: float | None
     speedup_interval: tuple[float, float] | None
-    speedup_with_prefill: float
+    speedup_with_prefill: float | None
     predicted_speedup: float | None
     tau_micro: float | None
     tau_macro: float | None

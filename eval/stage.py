@@ -1,5 +1,6 @@
 """The evaluation stage: a trained drafter in, a report out."""
 
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.dataset import Document, documents_from_rows, split_held_out
-from draftsmith.data.rows import read_rows
+from draftsmith.data.dataset import Document, split_held_out, training_documents
 from draftsmith.drafters.checkpoint import load_drafter, read_metadata, update_metadata
 from draftsmith.drafters.methods import Drafter
 from draftsmith.drafters.sampler import Sampling
@@ -23,7 +23,7 @@ from draftsmith.eval.conditions import conditions, notes
 from draftsmith.eval.costs import measure_costs
 from draftsmith.eval.prompts import evaluation_prompts
 from draftsmith.eval.report import Report, Sample, TreeChoice, Walk, write_report
-from draftsmith.eval.summary import Acceptance, Trial
+from draftsmith.eval.summary import Trial, rates
 from draftsmith.eval.tables import result_table, terminal_table
 from draftsmith.eval.theory import RoundCost
 from draftsmith.eval.training_log import training_curve
@@ -47,6 +47,7 @@ class Job:
     report: Path
     calibration: Calibration
     log: Path  # training's; need not exist
+    keep_tree: bool  # whether the drafter is told which tree was chosen
 
     @property
     def kind(self) -> str:
@@ -71,18 +72,30 @@ def evaluate(recipe: Recipe, run: Path) -> Path:
     held_out = held_out_documents(recipe, run)
     target = Target.load(recipe.target)
     drafter = load_drafter(folder, target)
-    calibration = calibrate(target, drafter, held_out)
+    calibration = calibrate(recipe, target, drafter, held_out)
     update_metadata(folder, {"calibration": to_json(calibration)})
-    job = Job(recipe, target, drafter, folder, run / "report", calibration, run / "log.jsonl")
-    return evaluate_job(job)
+    return evaluate_job(
+        Job(
+            recipe=recipe,
+            target=target,
+            drafter=drafter,
+            folder=folder,
+            report=run / "report",
+            calibration=calibration,
+            log=run / "log.jsonl",
+            keep_tree=recipe.eval.tree_nodes == "auto",
+        )
+    )
 
 
 def evaluate_checkpoint(folder: Path, recipe: Recipe) -> Path:
     """Measure a drafter from its own folder alone; writes folder/report, returns the HTML's path.
 
-    `recipe` sets the conditions; `stored_recipe` is the one that the folder carries.
+    `recipe` sets the conditions; `stored_recipe` is the one that the folder carries. What the
+    folder says about its drafter stays as it is: conditions of a day are not shipped.
     """
     meta = read_metadata(folder)
+    check_writable(folder)
     if meta.get("calibration") is None:
         raise UserError(
             f"{folder} carries no calibration, which the tree search needs; "
@@ -92,8 +105,28 @@ def evaluate_checkpoint(folder: Path, recipe: Recipe) -> Path:
     set_threads(recipe.eval)
     target = Target.load(recipe.target)
     drafter = load_drafter(folder, target)
-    log = folder.parent / "log.jsonl"
-    return evaluate_job(Job(recipe, target, drafter, folder, folder / "report", calibration, log))
+    return evaluate_job(
+        Job(
+            recipe=recipe,
+            target=target,
+            drafter=drafter,
+            folder=folder,
+            report=folder / "report",
+            calibration=calibration,
+            log=folder.parent / "log.jsonl",
+            keep_tree=False,
+        )
+    )
+
+
+def check_writable(folder: Path) -> None:
+    """UserError where the report cannot be written, before anything is measured."""
+    report = folder / "report"
+    if not os.access(report if report.exists() else folder, os.W_OK | os.X_OK):
+        raise UserError(
+            f"{report}: no permission to write the report; copy the drafter to a folder that you "
+            "may write to, or evaluate its run: `draftsmith eval RECIPE runs=FOLDER`"
+        )
 
 
 def stored_recipe(meta: Mapping[str, Any], folder: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -111,7 +144,7 @@ def set_threads(config: EvalConfig) -> None:
 
 def held_out_documents(recipe: Recipe, run: Path) -> list[Document]:
     """The documents that training did not see."""
-    documents, _ = documents_from_rows(read_rows(run / "rows"), recipe.data)
+    documents, _ = training_documents(run / "rows", recipe.data)
     return split_held_out(documents, recipe.data.held_out, recipe.seed)[1]
 
 
@@ -157,7 +190,7 @@ def arms_of(job: Job, tree: Tree) -> list[Arm]:
 
 
 def prepare_costs(job: Job, prompts: Sequence[BenchPrompt]) -> Costs:
-    """Measure the parts of a round alone, choose the tree, and keep it with the drafter."""
+    """Measure the parts of a round alone and choose the tree."""
     config, straight = job.recipe.eval, full_chain(job)
     lengths = sorted(len(prompt.ids) for prompt in prompts)
     context = lengths[len(lengths) // 2] + config.max_new_tokens // 2
@@ -166,7 +199,8 @@ def prepare_costs(job: Job, prompts: Sequence[BenchPrompt]) -> Costs:
         job.target, job.drafter, job.calibration, nodes=nodes, context=context, extra=[straight]
     )
     tree = choice.tree
-    update_metadata(job.folder, {"tree": [list(path) for path in tree.paths]})
+    if job.keep_tree:
+        update_metadata(job.folder, {"tree": [list(path) for path in tree.paths]})
     greedy = {straight.paths: others[0], tree.paths: choice.cost}
     by_arm: dict[str, RoundCost] = {}
     sampled = sampled_costs(job, [straight, tree], context)
@@ -199,7 +233,7 @@ def make_report(
     reports, memory = [], Memory()
     for arm in arms:
         plain = trials[arm.baseline]
-        verdicts = check_arm(job.target, arm, trials[arm.name], plain, prompts, memory)
+        verdicts = check_arm(job.recipe, job.target, arm, trials[arm.name], plain, prompts, memory)
         cost = costs.by_arm.get(arm.name)
         reports.append(
             arm_report(job.target, arm, trials[arm.name], plain, verdicts, cost, kind=job.kind)
@@ -213,22 +247,12 @@ def make_report(
         conditions=conditions(job.recipe, job.target, prompts, costs.context),
         notes=notes(job.target, arms, dropped, greedy=job.calibration.greedy),
         arms=reports,
-        costs_ms={name: milliseconds(cost) for name, cost in costs.by_arm.items()},
+        costs_ms={name: cost.milliseconds() for name, cost in costs.by_arm.items()},
         walk=walk_of(job.calibration),
         tree=tree_choice(job.calibration, costs.choice),
         samples=samples_of(job, arms, trials, prompts),
         training=training_curve(job.log),
     )
-
-
-def milliseconds(cost: RoundCost) -> dict[str, float]:
-    """Seconds to milliseconds, by part."""
-    return {
-        "plain": 1000 * cost.plain,
-        "draft": 1000 * cost.draft,
-        "verify": 1000 * cost.verify,
-        "overhead": 1000 * cost.overhead,
-    }
 
 
 def walk_of(calibration: Calibration) -> Walk:
@@ -239,9 +263,7 @@ def walk_of(calibration: Calibration) -> Walk:
         tau_micro=calibration.tau_micro,
         tau_macro=calibration.tau_macro,
         tau_by_category=calibration.tau_by_category,
-        acceptance=Acceptance(
-            list(calibration.conditional), list(calibration.joint), calibration.reached
-        ),
+        acceptance=rates(calibration.hit, calibration.reached),
     )
 
 

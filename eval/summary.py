@@ -95,8 +95,13 @@ def acceptance(trials: Sequence[Trial], depth: int) -> Acceptance:
         for slot in range(seen):
             reached[slot] += 1
             hits[slot] += slot < accepted
+    return rates(hits, reached)
+
+
+def rates(hits: Sequence[int], reached: Sequence[int]) -> Acceptance:
+    """Both kinds of acceptance from counts by slot: of decoded answers and of walks alike."""
     conditional = [h / r if r else None for h, r in zip(hits, reached, strict=True)]
-    return Acceptance(conditional, running_products(conditional), reached)
+    return Acceptance(conditional, running_products(conditional), list(reached))
 
 
 def running_products(rates: Sequence[float | None]) -> list[float | None]:
@@ -142,8 +147,19 @@ def prompt_totals(trials: Sequence[Trial], *, prefill: bool) -> PromptTotals:
     )
 
 
-def speedup(plain: PromptTotals, arm: PromptTotals) -> float:
-    """Seconds per token of plain decoding over those of the arm, on the same prompts."""
+def tokens_per_second(totals: PromptTotals) -> float | None:
+    """Over all prompts; None when no token was timed (every answer ended with prefill)."""
+    tokens = float(totals.tokens.sum())
+    return tokens / float(totals.seconds.sum()) if tokens else None
+
+
+def speedup(plain: PromptTotals, arm: PromptTotals) -> float | None:
+    """Seconds per token of plain decoding over those of the arm, on the same prompts.
+
+    None when one of them timed no token.
+    """
+    if not (plain.tokens.any() and arm.tokens.any()):
+        return None
     return float(ratio(plain, arm, torch.arange(len(arm.tokens))[None])[0])
 
 
@@ -157,14 +173,19 @@ def ratio(plain: PromptTotals, arm: PromptTotals, pick: Tensor) -> Tensor:
 def speedup_interval(
     plain: PromptTotals, arm: PromptTotals, *, draws: int = 10_000, seed: int = 0
 ) -> tuple[float, float] | None:
-    """95 % bootstrap over prompts, paired: a draw takes a prompt's times in both arms."""
+    """95 % bootstrap over prompts, paired: a draw takes a prompt's times in both arms.
+
+    None for one prompt, and when no token was timed.
+    """
     count = len(arm.tokens)
     if count < 2:
         return None
     generator = torch.Generator().manual_seed(seed)
     pick = torch.randint(count, (draws, count), generator=generator)
     values = ratio(plain, arm, pick)
-    values = values[values.isfinite()]  # a draw of empty answers only has no ratio
+    values = values[values.isfinite() & (values > 0)]  # draws of empty answers have no ratio
+    if not len(values):
+        return None
     low, high = values.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
 

@@ -138,10 +138,8 @@ def condition_table(report: Report) -> Table:
 
 def latency_table(report: Report) -> Table:
     """Percentiles and the parts of a round."""
-    header = [
-        *("arm", "per token P50 / P95 / P99", "per request P50 / P95 / P99"),
-        *("draft", "verify", "overhead", "speedup with prefill"),
-    ]
+    header = ["arm", "token P50 / P95 / P99", "request P50 / P95 / P99", "draft", "verify"]
+    header += ["overhead", "speedup with prefill"]
     rows = [
         [
             arm.name,

@@ -5,7 +5,7 @@ target step.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from operator import mul
 
@@ -23,6 +23,10 @@ class RoundCost:
     def round(self) -> float:
         """Seconds of a whole drafted round."""
         return self.draft + self.verify + self.overhead
+
+    def milliseconds(self) -> dict[str, float]:
+        """Every part."""
+        return {part: 1000 * seconds for part, seconds in asdict(self).items()}
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:

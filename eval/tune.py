@@ -12,8 +12,9 @@ from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree, search_tree
 from draftsmith.eval.costs import measure_costs
 from draftsmith.eval.theory import RoundCost, choose_nodes
-from draftsmith.eval.walk import RankTable, WalkResult, rank_table, walk
+from draftsmith.eval.walk import RankTable, WalkResult, recipe_ranks, walk
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 63)  # nodes without the root
 
@@ -31,9 +32,8 @@ class Calibration:
     tau_micro: float
     tau_macro: float
     tau_by_category: dict[str, float]
-    conditional: list[float]
-    joint: list[float]
-    reached: list[int]
+    hit: list[int]  # by slot: rounds that accepted it
+    reached: list[int]  # by slot: rounds that reached it
 
     def tree(self, nodes: int) -> Tree:
         """The searched tree of a size."""
@@ -50,7 +50,9 @@ class Choice:
     cost: RoundCost  # of the chosen tree
 
 
-def calibrate(target: Target, drafter: Drafter, documents: Sequence[Document]) -> Calibration:
+def calibrate(
+    recipe: Recipe, target: Target, drafter: Drafter, documents: Sequence[Document]
+) -> Calibration:
     """Rank the held-out answers' tokens and walk them with the tree of every size.
 
     Greedy answers where there are any: greedy decoding is what most of the report measures.
@@ -59,7 +61,7 @@ def calibrate(target: Target, drafter: Drafter, documents: Sequence[Document]) -
     chosen = greedy or list(documents)
     if not chosen:
         raise UserError("the tree search needs held-out answers; raise data.held_out")
-    table = rank_table(target, drafter, chosen)
+    table = recipe_ranks(recipe, target, drafter, chosen)
     accuracy = table.accuracy()
     trees = {nodes: search_tree(accuracy, nodes) for nodes in SIZES}
     sizes = [nodes for nodes, tree in trees.items() if tree.nodes == nodes]
@@ -88,8 +90,7 @@ def make_calibration(
         tau_by_category={
             name: counts.tau_micro for name, counts in sorted(chain.by_category.items())
         },
-        conditional=chain.total.conditional(),
-        joint=chain.total.joint(),
+        hit=chain.total.hit,
         reached=chain.total.reached,
     )
 
@@ -120,7 +121,8 @@ def from_json(value: Mapping[str, Any], folder: Path) -> Calibration:
         return Calibration(**value)
     except TypeError as error:
         raise UserError(
-            f"{folder}: its calibration is damaged ({error}); evaluate the run again"
+            f"{folder}: its calibration is damaged or of another version ({error}); "
+            "evaluate the run again"
         ) from error
 
 

@@ -15,9 +15,11 @@ from torch import Tensor
 from draftsmith.data.dataset import Document, PackedRows
 from draftsmith.drafters.methods import Drafter
 from draftsmith.drafters.projection import top_tokens
-from draftsmith.drafters.slots import Head, all_roots
+from draftsmith.drafters.slots import all_roots
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Path, Tree, chain
+from draftsmith.eval.summary import Acceptance, rates
+from draftsmith.recipes.schema import Recipe
 
 MISS, NO_SLOT = -1, -2  # in a rank table: no ranked guess fits; the slot is not valid
 RANKS = 10  # guesses per slot that are ranked; a label further down counts as a miss
@@ -44,20 +46,19 @@ class RankTable:
 
 @dataclass
 class WalkCounts:
-    """Sums of a walk. Rounds in which the text still had a token for slot k+1 (offered[k]), in
-    which the slots before it were accepted as well (reached[k]), and it too (hit[k]).
+    """Sums of a walk. Rounds in which slot k+1 was reached (the text still had a token for it and
+    the slots before it were accepted: reached[k]), and in which it was accepted too (hit[k]).
     """
 
     depth: int
     rounds: int = 0
     emitted: int = 0
     taus: list[float] = field(default_factory=list)  # per answer that had a round
-    offered: list[int] = field(init=False)
     reached: list[int] = field(init=False)
     hit: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.offered, self.reached, self.hit = ([0] * self.depth for _ in range(3))
+        self.reached, self.hit = [0] * self.depth, [0] * self.depth
 
     @property
     def tau_micro(self) -> float:
@@ -69,20 +70,15 @@ class WalkCounts:
         """Mean over answers of tokens per round."""
         return sum(self.taus) / len(self.taus) if self.taus else 0.0
 
-    def conditional(self) -> list[float]:
-        """Acceptance of slot k given that it was reached."""
-        return [h / r if r else 0.0 for h, r in zip(self.hit, self.reached, strict=True)]
-
-    def joint(self) -> list[float]:
-        """Share of the rounds that had a token for slot k in which slots 1..k were accepted."""
-        return [h / o if o else 0.0 for h, o in zip(self.hit, self.offered, strict=True)]
+    def acceptance(self) -> Acceptance:
+        """By slot, as of decoded answers."""
+        return rates(self.hit, self.reached)
 
     def add(self, other: "WalkCounts") -> None:
         """Sum two walks."""
         self.rounds += other.rounds
         self.emitted += other.emitted
         self.taus += other.taus
-        self.offered = [a + b for a, b in zip(self.offered, other.offered, strict=True)]
         self.reached = [a + b for a, b in zip(self.reached, other.reached, strict=True)]
         self.hit = [a + b for a, b in zip(self.hit, other.hit, strict=True)]
 
@@ -101,12 +97,12 @@ def rank_table(
     drafter: Drafter,
     documents: Sequence[Document],
     *,
-    rows: int = 4,
-    chunk: int = 128,
-    max_length: int = 1024,
+    rows: int,
+    chunk: int,
+    max_length: int,
 ) -> RankTable:
     """Rank every document's own tokens among each slot's best guesses, `rows` packed rows at a
-    time.
+    time. Rows are longer than `max_length` only where a document is.
     """
     length = max(max_length, max((len(document.ids) for document in documents), default=1))
     packed = PackedRows(documents, length)
@@ -116,23 +112,31 @@ def rank_table(
         batch = packed.batch(index).to(target.device)
         roots = all_roots(batch)
         slots = drafter.slots(batch, target.states(batch), roots)
-        count = min(RANKS, head_rows(slots.head))
+        count = min(RANKS, slots.head.rows)
         best = top_tokens(slots.hidden, slots.head, count, chunk=chunk, adjust=target.adjust)
         fits = best == slots.labels.label[..., None]
         found = torch.where(fits.any(dim=-1), fits.int().argmax(dim=-1), MISS)
         found = torch.where(slots.labels.valid, found, NO_SLOT).cpu()
         at = batch.documents[roots.row, roots.position].cpu()
         row = roots.row.cpu()
-        for number, i in enumerate(index):
-            for slot, document in enumerate(packed.rows[i]):
-                ranks[document] = found[(row == number) & (at == slot)]
+        for place, i in enumerate(index):
+            for number, document in enumerate(packed.rows[i]):
+                ranks[document] = found[(row == place) & (at == number)]
     return RankTable(ranks, list(documents))
 
 
-def head_rows(head: Head) -> int:
-    """Vq: tokens that drafts may use."""
-    rows = head.own[0] if head.shared is None else head.shared  # type: ignore[index]
-    return rows.shape[0]
+def recipe_ranks(
+    recipe: Recipe, target: Target, drafter: Drafter, documents: Sequence[Document]
+) -> RankTable:
+    """`rank_table` with as much at once as the recipe trains with: what fits there fits here."""
+    return rank_table(
+        target,
+        drafter,
+        documents,
+        rows=recipe.train.rows_per_micro_batch,
+        chunk=recipe.train.chunk,
+        max_length=recipe.data.max_length,
+    )
 
 
 def walk(table: RankTable, tree: Tree | None = None) -> WalkResult:
@@ -154,9 +158,7 @@ def walk_one(ranks: list[list[int]], paths: set[Path], depth: int) -> WalkCounts
     while at < last:
         accepted = matched(ranks[at], paths)
         for slot in range(deepest):
-            offered = ranks[at][slot] > NO_SLOT
-            counts.offered[slot] += offered
-            counts.reached[slot] += offered and slot <= accepted
+            counts.reached[slot] += ranks[at][slot] > NO_SLOT and slot <= accepted
             counts.hit[slot] += slot < accepted
         emitted = min(accepted + 1, last - at)
         counts.rounds += 1

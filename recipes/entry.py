@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_arguments(argv: Sequence[str], *, prog: str, commands: dict[str, str]) -> Arguments:
-    """`COMMAND RECIPE [KEY=VALUE ...] [--dry-run]`; with one command, RECIPE [KEY=VALUE ...]."""
+    """`COMMAND RECIPE [KEY=VALUE ...] [--dry-run]`; with one command, it is not named."""
     about = "\n".join(f"  {name:6} {text}" for name, text in commands.items())
     names = "\n".join(f"  {name}" for name in sorted(shipped_recipes()))
     parser = Parser(
@@ -58,10 +58,10 @@ def parse_arguments(argv: Sequence[str], *, prog: str, commands: dict[str, str])
         epilog=f"shipped recipes:\n{names}",
         allow_abbrev=False,
     )
-    parser.set_defaults(command=next(iter(commands)), dry_run=False)
+    parser.set_defaults(command=next(iter(commands)))
     if len(commands) > 1:
         parser.add_argument("command", choices=commands, metavar="COMMAND", help="see above")
-        parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument("recipe", metavar="RECIPE", help="a .yaml file, or a shipped recipe's name")
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="for example optim.lr=1e-4"
@@ -121,6 +121,12 @@ def run_folder(recipe: Recipe) -> Path:
 def is_main_process() -> bool:
     """Whether this is the only process, or the first of those that a launcher started."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def tell(text: str) -> None:
+    """Print, once for all processes."""
+    if is_main_process():
+        print(text, flush=True)
 
 
 @contextmanager

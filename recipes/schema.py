@@ -125,7 +125,8 @@ class EvalConfig(Block):
     """What the report measures."""
 
     prompts: Positive | None = None  # at most this many, spread over the categories
-    max_new_tokens: Positive = 128
+    # the first one comes from prefill, which is not timed
+    max_new_tokens: Annotated[int, Field(ge=2)] = 128
     repeats: Positive = 1  # timed repeats of every prompt and arm, interleaved
     # nodes without the root
     tree_nodes: Annotated[int, Field(ge=1, le=63)] | Literal["auto"] = "auto"

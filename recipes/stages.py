@@ -26,6 +26,9 @@ COSMETIC = (
 # and these only the order in which numbers are added up: a run may go on with others.
 ROUNDING = ("train.rows_per_micro_batch", "train.chunk", "target.device")
 
+# The prompts of the report, which only it reads.
+EVALUATION = ("data.eval_prompts", "data.eval_split")
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -35,6 +38,7 @@ class Stage:
     keys: tuple[str, ...]  # dotted keys or blocks of the recipe
     outputs: tuple[str, ...]  # folders of the run; begun when one of them is there
     result: str  # the folder without which the stage is not finished
+    but: tuple[str, ...] = ()  # dotted keys in those blocks that it does not depend on
 
 
 ROWS = ("seed", "target", "data.prompts", "data.split", "data.grow", "data.limit", "data.thinking")
@@ -44,6 +48,7 @@ TRAIN = Stage(
     ("seed", "target", "data", "drafter", "objective", "optim", "train"),
     ("checkpoints", "drafter"),
     "drafter",
+    but=EVALUATION,
 )
 EVAL = Stage("eval", (*TRAIN.keys, "eval"), ("report",), "report")
 STAGES = (DATA, TRAIN, EVAL)
@@ -56,7 +61,7 @@ def settings(recipe: Recipe, stage: Stage) -> dict[str, Any]:
         key: value
         for key, value in knobs.items()
         if any(key == part or key.startswith(f"{part}.") for part in stage.keys)
-        and key not in (*COSMETIC, *ROUNDING)
+        and key not in (*COSMETIC, *ROUNDING, *stage.but)
     }
     for key in ("data.prompts", "data.eval_prompts"):
         path = Path(str(mine.get(key, ""))).expanduser()
@@ -96,7 +101,12 @@ def is_finished(recipe: Recipe, run: Path, stage: Stage) -> bool:
             f"{here[0]} holds files that no run of draftsmith marked as its own; "
             "give the recipe another name (name=...) or move them away"
         )
-    differences = compare(known["settings"], settings(recipe, stage))
+    then = {
+        key: value
+        for key, value in known["settings"].items()
+        if key.removeprefix("contents of ") not in stage.but  # older markers may name these
+    }
+    differences = compare(then, settings(recipe, stage))
     if differences:
         raise UserError(
             f"{here[0]} was made with other settings ({'; '.join(differences)}); "

@@ -112,6 +112,7 @@ def test_a_bad_recipe(desk: Path, refused: Refusal, text: str, line: str) -> Non
     ("override", "line"),
     [
         ("drafter.heads=0", "command line: drafter.heads: 0 is not allowed"),
+        ("eval.max_new_tokens=1", "allowed: a whole number at least 2"),
         ("drafter.draft_vocab=1000", "drafter.draft_vocab: 1000 is more than the 288 tokens"),
         ("optim.lr", "write KEY=VALUE"),
         ("target.device=tpu", "target.device: 'tpu' is no device; use auto, cpu, cuda"),

@@ -1,25 +1,13 @@
-"""The command line: `draftsmith run|data|train|eval RECIPE [KEY=VALUE ...]`.
+"""The command line: `draftsmith run|data|train|eval RECIPE [KEY=VALUE ...] [--dry-run]`."""
 
-Stages are imported when they start, so that help and a bad recipe answer at once.
-"""
-
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from draftsmith.recipes.entry import (
-    Arguments,
-    guard,
-    is_main_process,
-    open_run,
-    parse_arguments,
-    run_folder,
-)
+from draftsmith.data.runner import Program, Work, distil, run_recipe
+from draftsmith.recipes.entry import Arguments, guard
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.load import load_recipe
 from draftsmith.recipes.schema import Recipe
-from draftsmith.recipes.stages import STAGES, TRAIN, Stage, is_finished, need, run_stage
 
 COMMANDS = {
     "run": "all stages; what is finished is skipped",
@@ -37,42 +25,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command(argv: Sequence[str]) -> None:
     """Do what the command line says."""
-    arguments = parse_arguments(argv, prog="draftsmith", commands=COMMANDS)
+    program = Program("draftsmith", COMMANDS, WORK)
+    arguments = program.parse(argv)
     if arguments.command == "eval" and Path(arguments.recipe).expanduser().is_dir():
         evaluate_folder(arguments)
-        return
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
-    asked = [stage for stage in STAGES if arguments.command in ("run", stage.name)]
-    left = [stage for stage in STAGES if not is_finished(recipe, run_folder(recipe), stage)]
-    if arguments.dry_run:
-        show_plan(recipe)
-        print(
-            "to do    " + (", ".join(stage.name for stage in left if stage in asked) or "nothing")
-        )
-        return
-    if any(stage in left for stage in asked):
-        check_processes(asked)
-        check_order(recipe, asked[0])
-        show_plan(recipe)
-        with open_run(recipe, ["draftsmith", *argv]) as run:
-            for stage in asked:
-                take(stage, recipe, run)
-    tell(f"finished: {run_folder(recipe) / asked[-1].result}")
-
-
-def take(stage: Stage, recipe: Recipe, run: Path) -> None:
-    """Do a stage unless it is finished."""
-    tell(f"\n{stage.name}: {COMMANDS[stage.name]}")
-    main_process = is_main_process()
-    if not run_stage(recipe, run, stage, lambda: WORK[stage.name](recipe, run), main=main_process):
-        tell(f"finished before: {run / stage.result}")
-
-
-def distil(recipe: Recipe, run: Path) -> None:
-    """The data stage."""
-    from draftsmith.data.stage import prepare
-
-    prepare(recipe, run)
+    else:
+        run_recipe(program, arguments, argv)
 
 
 def train_drafter(recipe: Recipe, run: Path) -> None:
@@ -89,11 +47,7 @@ def measure(recipe: Recipe, run: Path) -> None:
     evaluate(recipe, run)
 
 
-WORK: dict[str, Callable[[Recipe, Path], None]] = {
-    "data": distil,
-    "train": train_drafter,
-    "eval": measure,
-}
+WORK: dict[str, Work] = {"data": distil, "train": train_drafter, "eval": measure}
 
 
 def evaluate_folder(arguments: Arguments) -> None:
@@ -106,34 +60,6 @@ def evaluate_folder(arguments: Arguments) -> None:
     folder = Path(arguments.recipe).expanduser()
     recipe = stored_recipe(read_metadata(folder), folder, arguments.overrides)
     evaluate_checkpoint(folder, recipe)
-
-
-def show_plan(recipe: Recipe) -> None:
-    """Print what will be done; refuses what cannot work."""
-    from draftsmith.train.plan import make_plan, render
-
-    tell(render(make_plan(recipe), recipe))
-
-
-def check_order(recipe: Recipe, first: Stage) -> None:
-    """A stage needs those before it."""
-    for stage in STAGES[: STAGES.index(first)]:
-        need(recipe, run_folder(recipe), stage, f"draftsmith {stage.name}")
-
-
-def check_processes(asked: Sequence[Stage]) -> None:
-    """Only training is spread over processes."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and list(asked) != [TRAIN]:
-        raise UserError(
-            "several processes only train; run `draftsmith data` before and `draftsmith eval` "
-            "after `accelerate launch -m draftsmith.train RECIPE`"
-        )
-
-
-def tell(text: str) -> None:
-    """Print, once for all processes."""
-    if is_main_process():
-        print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.drafters.projection import Law, Rows
+from draftsmith.drafters.chunked import Law, Rows
 
 
 def ce(logits: Tensor, label: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def dpace_weights(q_label: Tensor, valid: Tensor, alpha: float) -> Tensor:
     return reached.flip(1).cumsum(dim=1).flip(1) * valid
 
 
-# Value and gradient at once. `logits` and `spare` [n, Vq] are overwritten; one becomes the gradient.
+# Value and gradient at once: `logits` and `spare` [n, Vq] are overwritten, one with the gradient.
 
 
 def ce_rows(logits: Tensor, label: Tensor, law: Law | None, spare: Tensor) -> Rows:

@@ -3,15 +3,12 @@
 import torch
 from torch import Tensor
 
+from draftsmith.drafters.chunked import Law, Need, Rows, projected_sum
 from draftsmith.drafters.projection import (
-    Law,
-    Need,
-    Rows,
     Sums,
     Table,
     TargetHead,
     draft_index,
-    projected_sum,
     slot_logits,
     slot_sums,
     wide,

@@ -12,11 +12,11 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 from torch import Tensor
 from tqdm import tqdm
 
+from draftsmith.data.plan import check_trackers
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import write_text
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.stages import flat
-from draftsmith.train.plan import check_trackers
 
 SHOWN = {"loss": "loss", "tau": "tau", "tokens_per_second": "tok/s"}  # on the bar
 Record = dict[str, Any]  # JSON values; every record of a step says which under "step"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
-from draftsmith.recipes.stages import COSMETIC, ROUNDING
+from draftsmith.recipes.stages import COSMETIC, EVALUATION, ROUNDING
 from draftsmith.train import checkpoint
 from draftsmith.train.checkpoint import Snapshot
 from draftsmith.train.progress import flatten
@@ -19,7 +19,7 @@ from draftsmith.train.setup import Training, fingerprint
 FOLDER = "checkpoints"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 # Knobs that may change between a run and its resumption, and change no weight.
-HARMLESS = ("name", "runs", "eval.", *COSMETIC)
+HARMLESS = ("name", "runs", "eval.", *EVALUATION, *COSMETIC)
 
 
 def save(t: Training) -> None:

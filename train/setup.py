@@ -1,7 +1,6 @@
 """From a recipe and its rows to everything that the training loop holds."""
 
 import hashlib
-import json
 import sys
 from array import array
 from collections.abc import Sequence
@@ -14,9 +13,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 
-from draftsmith.data.dataset import Document, PackedRows, documents_from_rows, split_held_out
-from draftsmith.data.prompts import listed
-from draftsmith.data.rows import MANIFEST, read_rows
+from draftsmith.data.dataset import Document, PackedRows, split_held_out, training_documents
+from draftsmith.data.rows import read_manifest
 from draftsmith.data.vocab import most_frequent
 from draftsmith.drafters.medusa import MedusaHeads
 from draftsmith.drafters.methods import build, trainable
@@ -96,14 +94,9 @@ def prepare(recipe: Recipe, run: Path) -> Training:
     """Load the target and the rows, build the drafter and its optimizer. Raises UserError."""
     accelerator = start_processes(recipe)
     journal = Journal(recipe, run, main=accelerator.is_main_process)
-    documents, dropped = documents_from_rows(read_rows(run / "rows"), recipe.data)
+    documents, dropped = training_documents(run / "rows", recipe.data)
     for reason, number in sorted(dropped.items()):
         journal.say(f"{number} rows dropped: {reason}")
-    if not documents:
-        raise UserError(
-            f"{run / 'rows'}: no row is left to train on ({listed(dropped)}); "
-            "relax data.max_length, data.min_supervised_tokens or data.cut_answers"
-        )
     training, held_out = split_held_out(documents, recipe.data.held_out, recipe.seed)
     target = Target.load(recipe.target)
     check_origin(run / "rows", target, journal)
@@ -129,10 +122,7 @@ def prepare(recipe: Recipe, run: Path) -> Training:
 
 def check_origin(folder: Path, target: Target, journal: Journal) -> None:
     """The rows must be this target's own answers; another precision is only named."""
-    manifest = folder / MANIFEST
-    if not manifest.is_file():
-        return
-    made = json.loads(manifest.read_text(encoding="utf-8"))["target"]
+    made = read_manifest(folder)["target"]
     differing = {
         key: f"{key} {made.get(key)} / {value}"
         for key, value in target.fingerprint.items()

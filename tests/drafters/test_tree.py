@@ -19,7 +19,7 @@ def expected_length(tree):
 
 def test_a_chain_is_a_causal_tree():
     tree = chain(3)
-    assert tree.is_chain and tree.nodes == 3
+    assert tree.is_chain and tree.nodes == 3 and tree.width == 1
     assert tree.parent.tolist() == [0, 1, 2] and tree.depth.tolist() == [1, 2, 3]
     assert torch.equal(tree.visible, torch.ones(4, 4).tril().bool())
 
@@ -32,6 +32,7 @@ def test_nodes_see_themselves_and_their_ancestors_only():
         assert seen == [path[:d] for d in range(1, len(path) + 1)]
         assert tree.visible[node, 0]
     assert not tree.is_chain
+    assert tree.width == tree.to(torch.device("cpu")).width == 3
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from draftsmith.eval.summary import (
     tau_macro,
     tau_micro,
     token_seconds,
+    tokens_per_second,
 )
 from draftsmith.recipes.schema import MedusaConfig
 from tests.tiny import tiny_target
@@ -166,6 +167,15 @@ def test_interval_narrows_with_prompts_and_needs_two():
         widths.append(high - low)
     assert widths[1] < widths[0] / 3
     assert speedup_interval(totals_of([1.0]), totals_of([2.0])) is None
+
+
+def test_without_a_timed_token_there_is_no_speed():
+    none = prompt_totals([answer(), answer(prompt=1)], prefill=False)
+    some = prompt_totals([answer((0, 1)), answer(prompt=1)], prefill=False)
+    assert tokens_per_second(none) is None and tokens_per_second(some) == 0.5
+    assert speedup(none, none) is speedup(some, none) is speedup(none, some) is None
+    assert speedup_interval(none, none) is None
+    assert speedup_interval(some, some) == (1.0, 1.0)  # draws of the empty answer only are left out
 
 
 def test_every_prompt_is_decoded_by_every_arm_in_rotated_order(monkeypatch):

@@ -115,18 +115,33 @@ def test_law_score_finds_tokens_outside_the_support(target):
 
 
 @pytest.mark.parametrize(
-    ("token", "dtype", "beyond"),
+    ("sampling", "token", "dtype", "beyond"),
     [
-        (0, torch.float32, 0),
-        (1, torch.float32, 1),
-        (1, torch.bfloat16, 0),  # a tie that rounding may have broken
-        (2, torch.bfloat16, 1),
+        (Sampling(1.0, top_k=1), 0, torch.float32, 0),
+        (Sampling(1.0, top_k=1), 1, torch.float32, 1),
+        (Sampling(1.0, top_k=1), 1, torch.bfloat16, 0),  # a tie that rounding may have broken
+        (Sampling(1.0, top_k=1), 2, torch.bfloat16, 1),
+        (Sampling(1.0, top_p=0.5), 0, torch.float32, 0),
+        (Sampling(1.0, top_p=0.5), 1, torch.float32, 1),  # 0.524 lies before it
+        (Sampling(1.0, top_p=0.53), 1, torch.float32, 0),
+        (Sampling(1.0, top_p=0.5), 1, torch.bfloat16, 0),
+        (Sampling(1.0, top_p=0.99), 2, torch.float32, 1),  # 0.99998 lies before it
+        (Sampling(1.0, top_p=0.99), 2, torch.bfloat16, 1),
+        (Sampling(1.0), 2, torch.float32, 0),
     ],
 )
-def test_support_is_judged_as_sharply_as_the_dtype_allows(token, dtype, beyond):
-    logits = torch.tensor([[10.0, 9.9, 0.0]])
-    p = standardise(logits.double(), Sampling(1.0, top_k=1))
-    assert beyond_support(p, torch.tensor([token]), logits, dtype) == beyond
+def test_support_is_judged_as_sharply_as_the_dtype_allows(sampling, token, dtype, beyond):
+    logits = torch.tensor([[10.0, 9.9, 0.0]], dtype=torch.float64)
+    assert beyond_support(logits, torch.tensor([token]), sampling, dtype) == beyond
+
+
+def test_support_agrees_with_the_sampler_where_rounding_is_small():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(200, 30, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(30, (200,), generator=generator)
+    for sampling in (Sampling(0.7, 5), Sampling(1.3, 0, 0.8), Sampling(1.0, 8, 0.9)):
+        inside = standardise(logits, sampling).gather(1, tokens[:, None]) > 0
+        assert beyond_support(logits, tokens, sampling, torch.float64) == int((~inside).sum()) > 0
 
 
 def test_law_score_is_standard_normal_under_the_law_and_catches_bias():
@@ -162,10 +177,18 @@ def test_alpha_is_the_probability_of_the_first_guess(target):
     )
 
 
+def recipe_of(max_new_tokens):
+    return Recipe(
+        name="tiny",
+        target=TargetConfig(model="tiny"),
+        eval=EvalConfig(max_new_tokens=max_new_tokens),
+    )
+
+
 def test_every_arm_is_exact_and_the_walk_counts_its_rounds(target):
     drafter = drafter_of(target)
     arms = greedy_arms(drafter, "medusa", chain(3), TREE)
-    findings = examine(target, arms, PROMPTS, max_new_tokens=25)
+    findings = examine(recipe_of(25), target, arms, PROMPTS)
     assert [finding.exact for finding in findings] == [True] * 4
     assert findings[-1].walked == findings[-1].decoded
     assert findings[-1].decoded[0] > findings[-1].decoded[1]  # drafts were accepted at all
@@ -184,7 +207,7 @@ def test_a_decoder_that_emits_drafts_unseen_is_caught(target, monkeypatch):
 
     monkeypatch.setattr(exact, "run_arm", sloppy)
     arms = greedy_arms(drafter, "medusa", chain(3), TREE)
-    findings = examine(target, arms, PROMPTS, max_new_tokens=12)
+    findings = examine(recipe_of(12), target, arms, PROMPTS)
     assert [finding.exact for finding in findings] == [True, True, False, False]
     assert findings[2].differing == 3
     assert findings[2].divergences
@@ -217,3 +240,17 @@ def test_command_line_exits_with_one_when_not_exact(target, monkeypatch, tmp_pat
 def test_a_folder_that_is_no_drafter_is_bad_input(tmp_path, capsys):
     assert exact.main([str(tmp_path)]) == 2
     assert "is no drafter" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--dtype", "int4"], "invalid choice: 'int4'"),
+        (["--prompts", "many"], "invalid int value: 'many'"),
+        (["a", "b"], "unrecognized arguments: b"),
+    ],
+)
+def test_bad_usage_is_one_line(words, line, capsys):
+    assert exact.main(words) == 2
+    said = capsys.readouterr().err
+    assert line in said and said.count("\n") == 1

@@ -12,13 +12,24 @@ from draftsmith.data.dataset import Document
 from draftsmith.drafters.checkpoint import read_metadata, save_drafter, target_metadata
 from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.target import Target
-from draftsmith.eval.assemble import drafter_bytes, stretch_texts, stretches_of
+from draftsmith.drafters.tree import chain
+from draftsmith.eval import stage
+from draftsmith.eval.assemble import (
+    Verdicts,
+    arm_report,
+    drafter_bytes,
+    stretch_texts,
+    stretches_of,
+)
+from draftsmith.eval.bench import Arm
 from draftsmith.eval.decode import Decoded, Round, decode
 from draftsmith.eval.markdown import render_markdown
 from draftsmith.eval.page import render_html
 from draftsmith.eval.prompts import evaluation_prompts
 from draftsmith.eval.report import Piece, Report, Sample, write_report
 from draftsmith.eval.stage import Job, evaluate_checkpoint, evaluate_job
+from draftsmith.eval.summary import Trial
+from draftsmith.eval.tables import result_table
 from draftsmith.eval.training_log import training_curve
 from draftsmith.eval.tune import calibrate, to_json
 from draftsmith.recipes.errors import UserError
@@ -92,7 +103,7 @@ def job(tmp_path_factory) -> Job:
         eval=EvalConfig(max_new_tokens=12, temperature=0.8, top_k=20),
     )
     drafter = drafter_of(target)
-    calibration = calibrate(target, drafter, documents(target))
+    calibration = calibrate(recipe, target, drafter, documents(target))
     metadata = {
         "target": target_metadata(target),
         "recipe": recipe.model_dump(mode="json"),
@@ -101,7 +112,14 @@ def job(tmp_path_factory) -> Job:
     save_drafter(drafter, run / "drafter", metadata)
     (run / "log.jsonl").write_text('{"kind": "train", "step": 1, "loss": 2.5}\n{"step": 2, "lo')
     return Job(
-        recipe, target, drafter, run / "drafter", run / "report", calibration, run / "log.jsonl"
+        recipe=recipe,
+        target=target,
+        drafter=drafter,
+        folder=run / "drafter",
+        report=run / "report",
+        calibration=calibration,
+        log=run / "log.jsonl",
+        keep_tree=True,
     )
 
 
@@ -121,8 +139,6 @@ def documents(target: Target) -> list[Document]:
 def report(job) -> Report:
     """The real stage's report."""
     kept: list[Report] = []
-    from draftsmith.eval import stage
-
     original = stage.write_report
     stage.write_report = lambda found, folder: kept.append(found) or original(found, folder)
     try:
@@ -246,13 +262,53 @@ def test_training_curve_skips_cut_lines(job, tmp_path):
 
 def test_a_folder_alone_is_enough(job, report, monkeypatch, capsys):
     monkeypatch.setattr(Target, "load", staticmethod(lambda config: job.target))
-    few = job.recipe.model_copy(update={"eval": EvalConfig(prompts=2, max_new_tokens=6)})
+    few = job.recipe.model_copy(
+        update={"eval": EvalConfig(prompts=2, max_new_tokens=6, tree_nodes=2)}
+    )
+    shipped = (job.folder / "draftsmith.json").read_bytes()
     path = evaluate_checkpoint(job.folder, few)
     assert path == job.folder / "report" / "report.html"
     assert path.is_file()
     printed = capsys.readouterr().out
     assert "medusa tree" in printed or "medusa chain" in printed
     assert str(path) in printed
+    assert (job.folder / "draftsmith.json").read_bytes() == shipped
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_loaded(job, monkeypatch):
+    monkeypatch.setattr(Target, "load", lambda config: pytest.fail("loaded"))
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(UserError, match=r"no permission to write the report; .* runs=FOLDER"):
+        evaluate_checkpoint(job.folder, job.recipe)
+
+
+@pytest.mark.parametrize(("nodes", "kept"), [("auto", True), (2, False)])
+def test_only_a_searched_tree_is_shipped(job, monkeypatch, tmp_path, nodes, kept):
+    run = job.folder.parent
+    monkeypatch.setattr(Target, "load", staticmethod(lambda config: job.target))
+    monkeypatch.setattr(stage, "held_out_documents", lambda recipe, run: documents(job.target))
+    monkeypatch.setattr(stage, "evaluate_job", lambda job: job)
+    recipe = job.recipe.model_copy(update={"eval": EvalConfig(tree_nodes=nodes)})
+    assert stage.evaluate(recipe, run).keep_tree is kept
+
+
+def test_answers_that_end_with_prefill_leave_dashes(job, report, tmp_path):
+    """Every figure that needs a timed token is none; the three files are written all the same."""
+    ended = [Trial(n, "c", Decoded([7], [], 0.1, 0.0, "stop")) for n in range(3)]
+    sampling = Sampling()
+    arms = [
+        Arm("plain", "plain", sampling),
+        Arm("chain", "plain", sampling, drafter=job.drafter, tree=chain(3)),
+    ]
+    verdicts = Verdicts(True, "fine", None, None)
+    made = [arm_report(job.target, a, ended, ended, verdicts, None, kind="medusa") for a in arms]
+    for arm in made:
+        assert arm.speedup is arm.speedup_interval is arm.tokens_per_second is None
+        assert arm.speedup_with_prefill == 1.0
+    empty = replace(report, arms=made)
+    assert result_table(empty).rows[1][1:4] == ["-", "-", "-"]
+    assert "NaN" not in write_report(empty, tmp_path).with_suffix(".json").read_text()
+    assert "nan" not in " ".join(cell for row in result_table(empty).rows for cell in row)
 
 
 def test_a_folder_without_calibration_says_what_to_do(job, tmp_path):

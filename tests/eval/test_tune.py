@@ -12,9 +12,12 @@ from draftsmith.eval.costs import measure_costs
 from draftsmith.eval.theory import RoundCost
 from draftsmith.eval.tune import calibrate, choose_tree, from_json, to_json
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe, TargetConfig
 from tests.eval.test_bench import drafter_of
 from tests.eval.test_report import documents
 from tests.tiny import tiny_target
+
+RECIPE = Recipe(name="tiny", target=TargetConfig(model="tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -59,19 +62,19 @@ def test_measuring_leaves_the_cached_context_as_it_was(target, drafter, monkeypa
 def test_calibration_walks_greedy_answers_where_there_are_any(target, drafter):
     greedy = documents(target)
     sampled = [replace(document, greedy=False) for document in greedy]
-    found = calibrate(target, drafter, [*greedy, *sampled[:1]])
+    found = calibrate(RECIPE, target, drafter, [*greedy, *sampled[:1]])
     assert found.documents == len(greedy)
     assert found.greedy
-    only = calibrate(target, drafter, sampled)
+    only = calibrate(RECIPE, target, drafter, sampled)
     assert not only.greedy
     assert only.tau == found.tau
     with pytest.raises(UserError, match="held-out"):
-        calibrate(target, drafter, [])
+        calibrate(RECIPE, target, drafter, [])
 
 
 def test_longer_trees_of_one_search_never_walk_shorter(target, drafter):
     """Every searched tree holds the smaller ones, so its walk accepts at least as much."""
-    found = calibrate(target, drafter, documents(target))
+    found = calibrate(RECIPE, target, drafter, documents(target))
     assert found.sizes == sorted(found.sizes)
     assert found.tau == sorted(found.tau)
     assert [found.tree(nodes).nodes for nodes in found.sizes] == found.sizes
@@ -79,7 +82,7 @@ def test_longer_trees_of_one_search_never_walk_shorter(target, drafter):
 
 def test_the_best_quotient_wins_and_a_fixed_size_is_obeyed(target, drafter, monkeypatch):
     calibration = replace(
-        calibrate(target, drafter, documents(target)), sizes=[1, 2, 4], tau=[1.2, 1.5, 1.6]
+        calibrate(RECIPE, target, drafter, documents(target)), sizes=[1, 2, 4], tau=[1.2, 1.5, 1.6]
     )
     rounds = {1: 1.0, 2: 1.1, 4: 1.5, 3: 9.9}
 
@@ -99,7 +102,7 @@ def test_the_best_quotient_wins_and_a_fixed_size_is_obeyed(target, drafter, monk
 
 
 def test_calibration_survives_its_file(target, drafter):
-    found = calibrate(target, drafter, documents(target))
+    found = calibrate(RECIPE, target, drafter, documents(target))
     assert from_json(to_json(found), Path("folder")) == found
     with pytest.raises(UserError, match="damaged"):
         from_json({"documents": 1}, Path("folder"))

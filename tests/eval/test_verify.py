@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -62,14 +63,17 @@ def node_contexts(context, proposal):
     return contexts
 
 
-def output_law(model, context, tree, left):
-    """Law of the next `left` tokens under rounds of draft and verify, over every choice."""
+def output_law(model, context, tree, left, rule=verify, draws=1):
+    """Law of the next `left` tokens under rounds of draft and verify, over every choice.
+
+    The rule sees `draws` independent draws of every node, one after the other.
+    """
     if left <= 0:
         return {(): 1.0}
     proposal = propose(model, context, tree)
     laws = torch.tensor(
         [model.law(c) for c in node_contexts(context, proposal)], dtype=torch.float64
-    )  # [M+1, V]
+    ).repeat(draws, 1)  # [draws * (M+1), V]
     chosen = torch.cartesian_prod(*[torch.arange(V)] * len(laws)).reshape(-1, len(laws))
     weight = laws[torch.arange(len(laws)), chosen].prod(dim=1)
     rows = chosen.shape[0]
@@ -77,7 +81,7 @@ def output_law(model, context, tree, left):
         *(part.expand(rows, -1) for part in (proposal.tokens, proposal.parent)),
         proposal.valid.expand(rows, -1),
     )
-    verdict = verify(many, chosen)
+    verdict = rule(many, chosen)
     first = Counter()
     for row in weight.nonzero()[:, 0].tolist():
         path = verdict.path[row, : int(verdict.length[row])]
@@ -85,7 +89,9 @@ def output_law(model, context, tree, left):
         first[new] += float(weight[row])
     out = Counter()
     for new, share in first.items():
-        for rest, more in output_law(model, (*context, *new), tree, left - len(new)).items():
+        for rest, more in output_law(
+            model, (*context, *new), tree, left - len(new), rule, draws
+        ).items():
             out[(*new, *rest)] += share * more
     return out
 
@@ -100,23 +106,36 @@ def target_law(model, context, left):
     }
 
 
+def distance(out, want):
+    """Total variation."""
+    return sum(abs(out.get(k, 0.0) - want.get(k, 0.0)) for k in {*out, *want}) / 2
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 def test_the_output_law_is_the_targets(tree, sampling):
     for seed in range(2):
         model = ToyModel(seed, sampling)
         out, want = output_law(model, (), tree, LENGTH), target_law(model, (), LENGTH)
-        distance = sum(abs(out.get(k, 0.0) - want.get(k, 0.0)) for k in {*out, *want}) / 2
-        assert distance < 1e-12
+        assert distance(out, want) < 1e-12
 
 
-def test_redrawing_after_a_miss_would_be_biased():
-    """The enumeration can fail: emit a fresh draw, not the drawn token, and the law is off."""
-    model = ToyModel(0, Sampling(1.0))
-    drafted = model.guesses((), 1)[0]
-    p = model.law(())
-    fresh = [p[drafted] * (t == drafted) + (1 - p[drafted]) * p[t] for t in range(V)]
-    assert sum(abs(a - b) for a, b in zip(fresh, p, strict=True)) / 2 > 0.05
+def redrawing(proposal, chosen):
+    """A wrong rule: after a miss it draws anew instead of emitting the token that was drawn."""
+    first, again = chosen.chunk(2, dim=1)
+    verdict = verify(proposal, first)
+    nodes = torch.cat([torch.zeros_like(verdict.path[:, :1]), verdict.path], dim=1)
+    last = nodes.gather(1, verdict.length[:, None])
+    return replace(verdict, next=again.gather(1, last)[:, 0])
+
+
+@pytest.mark.parametrize("name", ["chain1", "chain2", "siblings"])
+def test_redrawing_after_a_miss_is_biased_and_the_enumeration_sees_it(name):
+    model, tree = ToyModel(0, Sampling(1.0)), TREES[name]
+    want = target_law(model, (), 2)
+    assert distance(output_law(model, (), tree, 2, redrawing, draws=2), want) > 0.05
+    ignoring = output_law(model, (), tree, 2, lambda p, chosen: verify(p, chosen.chunk(2, 1)[0]), 2)
+    assert distance(ignoring, want) < 1e-12  # the second draws alone change nothing
 
 
 def proposal_of(tokens, parent, valid=None):

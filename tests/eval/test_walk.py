@@ -7,6 +7,7 @@ from draftsmith.data.dataset import Document
 from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.tree import Tree, chain
 from draftsmith.eval.decode import decode
+from draftsmith.eval.summary import Trial, acceptance
 from draftsmith.eval.walk import matched, rank_table, walk, walk_one
 from tests.eval.test_decode import noisy_drafter
 from tests.tiny import tiny_target
@@ -32,21 +33,27 @@ def test_walked_tau_is_decoded_tau(tree):
     target = tiny_target(40, seed=1, spread=0.15, eos=(7,))
     drafter = noisy_drafter(target, seed=1)
     documents = answers(target)
-    result = walk(rank_table(target, drafter, documents, rows=2, max_length=40), tree)
+    result = walk(rank_table(target, drafter, documents, rows=2, chunk=128, max_length=40), tree)
     rounds = emitted = 0
-    taus = []
+    taus, trials = [], []
     for document in documents:
         prompt, answer = list(document.ids[:3]), list(document.ids[3:])
         out = decode(
             target, drafter, prompt, sampling=Sampling(), max_new_tokens=len(answer), tree=tree
         )
         assert out.tokens == answer
+        trials.append(Trial(0, document.category, out))
         rounds += len(out.rounds)
         emitted += sum(r.emitted for r in out.rounds)
         if out.rounds:
             taus.append(sum(r.emitted for r in out.rounds) / len(out.rounds))
     assert (result.total.rounds, result.total.emitted) == (rounds, emitted)
     assert emitted > rounds  # something was accepted
+    depth = int(tree.depth.max())
+    walked, decoded = result.total.acceptance(), acceptance(trials, depth)
+    assert walked.reached == decoded.reached + [0] * (3 - depth)
+    assert walked.conditional == decoded.conditional + [None] * (3 - depth)
+    assert walked.joint == decoded.joint + [None] * (3 - depth)
     assert result.total.taus == taus
     by_category = result.by_category.values()
     assert sum(c.rounds for c in by_category) == rounds
@@ -55,7 +62,7 @@ def test_walked_tau_is_decoded_tau(tree):
 def test_a_perfect_drafter_accepts_everything():
     counts = walk_one([[0, 0]] * 7, set(chain(2).paths), 2)
     assert (counts.rounds, counts.emitted) == (2, 6)
-    assert counts.conditional() == counts.joint() == [1.0, 1.0]
+    assert counts.acceptance().conditional == counts.acceptance().joint == [1.0, 1.0]
 
 
 def test_the_last_round_counts_only_tokens_that_are_there():
@@ -77,7 +84,9 @@ def test_a_prefix_counts_not_a_later_match():
 def test_rank_accuracy_counts_valid_slots_only():
     target = tiny_target(40, seed=1, spread=0.15, eos=(7,))
     documents = answers(target, count=3)
-    table = rank_table(target, noisy_drafter(target, seed=1), documents)
+    table = rank_table(
+        target, noisy_drafter(target, seed=1), documents, rows=4, chunk=7, max_length=64
+    )
     accuracy = table.accuracy()
     assert len(accuracy) == 3
     ranks = torch.cat(table.ranks)
@@ -89,6 +98,5 @@ def test_rank_accuracy_counts_valid_slots_only():
 
 def test_slots_past_the_end_of_the_text_are_not_failures():
     counts = walk_one([[0, -1, 0], [0, 0, -2], [0, -2, -2], [-2, -2, -2]], set(chain(3).paths), 3)
-    assert counts.offered == [2, 1, 1]  # rounds at 0 (one accepted) and at 2
-    assert counts.conditional() == [1.0, 0.0, 0.0] and counts.reached == [2, 1, 0]
-    assert counts.joint() == [1.0, 0.0, 0.0]
+    assert counts.reached == [2, 1, 0]  # rounds at 0 (one accepted) and at 2
+    assert counts.acceptance().conditional == counts.acceptance().joint == [1.0, 0.0, None]

@@ -83,10 +83,11 @@ def test_a_deleted_result_is_made_again_with_any_settings(tmp_path: Path) -> Non
         ({"data": {"held_out": 9}}, (TRAIN, EVAL)),
         ({"optim": {"lr": 1.0}}, (TRAIN, EVAL)),
         ({"eval": {"repeats": 3}}, (EVAL,)),
+        ({"data": {"eval_prompts": "other.jsonl", "eval_split": "x"}}, (EVAL,)),
         ({"train": {"log_every": 1, "trackers": ["wandb"]}}, ()),
         ({"runs": "elsewhere"}, ()),
     ],
-    ids=["distil", "held_out", "lr", "repeats", "cosmetic", "place"],
+    ids=["distil", "held_out", "lr", "repeats", "eval_prompts", "cosmetic", "place"],
 )
 def test_a_change_touches_the_stages_that_depend_on_it(
     tmp_path: Path, change: dict[str, Any], stages: tuple[Stage, ...]
@@ -109,6 +110,26 @@ def test_changed_contents_of_a_prompts_file_count_as_other_settings(tmp_path: Pa
     prompts.write_text('{"prompt": "two"}\n')
     with pytest.raises(UserError, match=r"contents of data\.prompts"):
         is_finished(mine, tmp_path, DATA)
+
+
+def test_changed_evaluation_prompts_touch_the_report_alone(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "one"}\n')
+    mine = recipe(data={"eval_prompts": str(prompts)})
+    for stage in STAGES:
+        run_stage(mine, tmp_path, stage, lambda stage=stage: work(tmp_path, stage))
+    prompts.write_text('{"prompt": "two"}\n')
+    assert is_finished(mine, tmp_path, DATA) and is_finished(mine, tmp_path, TRAIN)
+    with pytest.raises(UserError, match=r"contents of data\.eval_prompts"):
+        is_finished(mine, tmp_path, EVAL)
+
+
+def test_a_marker_that_names_more_than_it_must_still_counts(tmp_path: Path) -> None:
+    run_stage(recipe(), tmp_path, TRAIN, lambda: work(tmp_path, TRAIN))
+    known = json.loads(marker(tmp_path, TRAIN).read_text())
+    known["settings"]["data.eval_prompts"] = "starter"
+    marker(tmp_path, TRAIN).write_text(json.dumps(known))
+    assert is_finished(recipe(), tmp_path, TRAIN)
 
 
 def test_files_of_somebody_else_are_left_alone(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 import json
 import random
 
-from draftsmith.recipes.schema import Recipe
+from draftsmith.drafters.target import make_fingerprint
+from draftsmith.recipes.schema import Recipe, TargetConfig
 from tests.tiny import tiny_model, tiny_tokenizer
 
 FIRST, WORDS = 16, 16  # the ids of the language
@@ -35,11 +36,15 @@ def counting_row(number, *, answer=None):
     }
 
 
-def save_rows(run, rows):
+def save_rows(run, rows, target):
     """As the data stage leaves them."""
     (run / "rows").mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row) + "\n" for row in rows]
     (run / "rows" / "rows.jsonl").write_text("".join(lines))
+    config = TargetConfig(model=str(target), dtype="float32")
+    made = make_fingerprint(config, tiny_model(32, layers=1), tiny_tokenizer())
+    manifest = {"prompts": {"count": len(rows)}, "target": made}
+    (run / "rows" / "manifest.json").write_text(json.dumps(manifest))
     return run
 
 

@@ -1,13 +1,18 @@
 """The command line: order of stages, skipping, exit codes, one line for what a user can mend."""
 
+import dataclasses
 import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from draftsmith.data import __main__ as data_program
+from draftsmith.data import runner
+from draftsmith.eval import __main__ as eval_program
 from draftsmith.recipes.entry import complain, guard, hold
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.load import load_recipe
@@ -31,7 +36,7 @@ def done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "WORK", {name: stage(name) for name in RESULTS})
-    monkeypatch.setattr(cli, "show_plan", lambda recipe: print("the plan"))
+    monkeypatch.setattr(runner, "show_plan", lambda recipe: print("the plan"))
     (tmp_path / "mine.yaml").write_text(RECIPE)
     return done
 
@@ -141,6 +146,43 @@ def test_two_commands_do_not_work_in_one_run(
     assert "another draftsmith command is at work in runs/mine" in capsys.readouterr().err
     assert not done
     assert cli.main(["run", "mine.yaml"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("program", "result"), [(data_program, "rows"), (eval_program, "report")], ids=["data", "eval"]
+)
+def test_stages_by_themselves_make_the_same_checks(
+    done: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    program: Any,
+    result: str,
+) -> None:
+    name = next(iter(program.PROGRAM.commands))
+    own = dataclasses.replace(program.PROGRAM, work={name: cli.WORK[name]})
+    monkeypatch.setattr(program, "PROGRAM", own)
+    if name == "eval":
+        assert program.main(["mine.yaml"]) == 2
+        assert "runs/mine/rows is not finished" in capsys.readouterr().err
+        assert cli.main(["data", "mine.yaml"]) == cli.main(["train", "mine.yaml"]) == 0
+        done.clear()
+    capsys.readouterr()
+    assert program.main(["mine.yaml", "--dry-run"]) == 0 and not done
+    assert f"the plan\nto do    {name}" in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        assert program.main(["mine.yaml"]) == 2
+        assert "several processes only train" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "show_plan", refuse)
+        assert program.main(["mine.yaml"]) == 2 and not done
+    assert program.main(["mine.yaml"]) == 0 and done == [name]
+    assert f"finished: runs/mine/{result}" in capsys.readouterr().out
+
+
+def refuse(recipe: object) -> None:
+    """A plan that cannot work."""
+    raise UserError("cannot work")
 
 
 @pytest.mark.parametrize(

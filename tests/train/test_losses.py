@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from draftsmith.drafters.projection import Head, Law, Need, Rows, teacher_law
+from draftsmith.drafters.chunked import Law, Need, Rows, teacher_law
+from draftsmith.drafters.slots import Head
 from draftsmith.train import losses
 
 V = 11

@@ -70,8 +70,8 @@ def test_numbers_are_named_by_slot_and_category():
 
 
 @pytest.fixture
-def run(tmp_path):
-    return save_rows(tmp_path / "run", [counting_row(number) for number in range(24)])
+def run(target, tmp_path):
+    return save_rows(tmp_path / "run", [counting_row(number) for number in range(24)], target)
 
 
 @pytest.fixture

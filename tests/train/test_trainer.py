@@ -32,8 +32,8 @@ def target(tmp_path_factory):
 
 
 @pytest.fixture
-def run(tmp_path):
-    return save_rows(tmp_path / "run", [counting_row(number) for number in range(48)])
+def run(target, tmp_path):
+    return save_rows(tmp_path / "run", [counting_row(number) for number in range(48)], target)
 
 
 def weights(run):
@@ -69,8 +69,9 @@ def assert_same_run(one, other):
 # --- it learns -----------------------------------------------------------------------------------
 
 
-def test_medusa_learns_to_count(run, tmp_path):
+def test_medusa_learns_to_count(tmp_path):
     target = save_target(tmp_path / "target", hidden=64)
+    run = save_rows(tmp_path / "run", [counting_row(number) for number in range(48)], target)
     recipe = recipe_for(target, train={"epochs": 24, "rows_per_step": 2, "eval_every": 30})
     folder = train(recipe, run)
     log = read_log(run)
@@ -170,7 +171,7 @@ def test_1x8_accumulation_equals_8x1(target, run, monkeypatch, objective):
 def test_a_step_is_the_mean_over_slots_not_over_rows(target, tmp_path, monkeypatch):
     # One long answer and many short ones: a mean of row means would weigh them alike.
     rows = [counting_row(n, answer=40 if n % 2 else 3) for n in range(12)]
-    run = save_rows(tmp_path / "run", rows)
+    run = save_rows(tmp_path / "run", rows, target)
     data = {"max_length": 48, "held_out": 1, "max_prompt_tokens": 16}
     found = [
         gradients(target, run, monkeypatch, train={"rows_per_step": 8, **knobs}, data=data)
@@ -182,7 +183,7 @@ def test_a_step_is_the_mean_over_slots_not_over_rows(target, tmp_path, monkeypat
 
 def test_nothing_supervised_is_skipped_and_stays_finite(target, tmp_path):
     # An answer of one token starts a group but has no slot to fill.
-    run = save_rows(tmp_path / "run", [counting_row(n, answer=1) for n in range(24)])
+    run = save_rows(tmp_path / "run", [counting_row(n, answer=1) for n in range(24)], target)
     train(recipe_for(target, train={"log_every": 2}), run)
     log = read_log(run)
     assert all(record["loss"] is None and record["grad_norm"] == 0.0 for record in log)
@@ -243,7 +244,7 @@ def test_killed_anywhere_the_resumed_run_ends_as_the_undisturbed_one(target, tmp
     rows = [counting_row(number) for number in range(48)]
 
     def job(name, **death):
-        run = save_rows(tmp_path / name, rows)
+        run = save_rows(tmp_path / name, rows, target)
         return {"recipe": recipe.model_dump(mode="json"), "run": str(run), **death}
 
     jobs = [job("whole")]
@@ -290,9 +291,9 @@ def stopped(target, run, monkeypatch):
 
 
 def test_a_corrupted_newest_checkpoint_costs_two_steps_and_changes_nothing(
-    stopped, run, tmp_path, caplog
+    stopped, target, run, tmp_path, caplog
 ):
-    whole = save_rows(tmp_path / "whole", [counting_row(number) for number in range(48)])
+    whole = save_rows(tmp_path / "whole", [counting_row(number) for number in range(48)], target)
     train(stopped, whole)
     path = run / "checkpoints" / "step-000006" / "optimizer.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
@@ -318,17 +319,18 @@ def test_another_recipe_cannot_resume(stopped, target, run, change, names):
         train(recipe_for(target, train=knobs, **blocks), run)
 
 
-def test_other_rows_cannot_resume(stopped, run):
-    save_rows(run, [counting_row(number) for number in range(49)])
+def test_other_rows_cannot_resume(stopped, target, run):
+    save_rows(run, [counting_row(number) for number in range(49)], target)
     with pytest.raises(UserError, match="changed: the training rows"):
         train(stopped, run)
 
 
 def test_harmless_knobs_may_change(stopped, target, run, tmp_path):
-    whole = save_rows(tmp_path / "whole", [counting_row(number) for number in range(48)])
+    whole = save_rows(tmp_path / "whole", [counting_row(number) for number in range(48)], target)
     train(stopped, whole)
     knobs = {"save_every": 5, "eval_every": 3, "keep_checkpoints": 1, "log_every": 1}
-    train(recipe_for(target, train=knobs, eval={"max_new_tokens": 7}), run)
+    data = {**stopped.data.model_dump(), "eval_prompts": "other.jsonl", "eval_split": "x"}
+    train(recipe_for(target, train=knobs, eval={"max_new_tokens": 7}, data=data), run)
     assert digest(weights(run).values()) == digest(weights(whole).values())
 
 
@@ -359,7 +361,7 @@ def test_a_finished_run_only_writes_its_drafter_again(target, run):
 
 
 def test_evaluation_does_not_disturb_training(target, run, tmp_path):
-    other = save_rows(tmp_path / "other", [counting_row(number) for number in range(48)])
+    other = save_rows(tmp_path / "other", [counting_row(number) for number in range(48)], target)
     train(recipe_for(target, train={"eval_every": 1}), run)
     train(recipe_for(target), other)
     assert digest(weights(run).values()) == digest(weights(other).values())
@@ -397,7 +399,7 @@ def test_a_gradient_that_is_not_finite_stops_before_it_does_harm(target, run, mo
 def test_no_rows_and_too_few_rows_say_so(target, tmp_path):
     with pytest.raises(UserError, match="no distilled rows"):
         train(recipe_for(target), tmp_path / "none")
-    run = save_rows(tmp_path / "run", [counting_row(number) for number in range(8)])
+    run = save_rows(tmp_path / "run", [counting_row(number) for number in range(8)], target)
     with pytest.raises(UserError, match=r"data\.held_out"):
         train(recipe_for(target), run)
     data = {"min_supervised_tokens": 99, "held_out": 1}
@@ -410,14 +412,27 @@ def test_rows_of_another_target_are_refused_and_another_precision_is_named(
     target, run, capsys, key, refused
 ):
     recipe = recipe_for(target, train={"max_steps": 1})
-    made = {**Target.load(recipe.target).fingerprint, key: "another"}
-    (run / "rows" / "manifest.json").write_text(json.dumps({"target": made}))
+    made = json.loads((run / "rows" / "manifest.json").read_text())
+    made["target"][key] = "another"
+    (run / "rows" / "manifest.json").write_text(json.dumps(made))
     if refused:
         with pytest.raises(UserError, match="the answers are another target's"):
             train(recipe, run)
     else:
         train(recipe, run)
         assert "made in another precision (dtype another / float32" in capsys.readouterr().out
+
+
+def test_rows_that_nobody_answers_for_are_refused(target, run):
+    path = run / "rows" / "manifest.json"
+    good = json.loads(path.read_text())
+    for bad in ("{", json.dumps({**good, "target": 3}), json.dumps({"target": good["target"]})):
+        path.write_text(bad)
+        with pytest.raises(UserError, match=r"manifest.json: is damaged"):
+            train(recipe_for(target), run)
+    path.unlink()
+    with pytest.raises(UserError, match=r"holds no manifest.json, so nothing says whose answers"):
+        train(recipe_for(target), run)
 
 
 def test_the_start_says_what_is_trained(target, run, capsys):
@@ -472,7 +487,9 @@ def test_two_processes_equal_one(target, tmp_path):
             optim={"lr": 1e-3},
             data={"max_length": 32, "held_out": 3, "max_prompt_tokens": 16},
         )
-        one, two = (save_rows(tmp_path / f"{name}-{count}", rows) for name in ("one", "two"))
+        one, two = (
+            save_rows(tmp_path / f"{name}-{count}", rows, target) for name in ("one", "two")
+        )
         train(recipe, one)
         jobs.append((recipe, one, two))
     in_two_processes(tmp_path, [(recipe, two) for recipe, _, two in jobs])

@@ -5,12 +5,8 @@ from typing import Any
 
 import pytest
 
-from draftsmith.drafters.methods import build, trainable
-from draftsmith.drafters.target import TargetShape, describe
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import MedusaConfig, Recipe, TargetConfig
-from draftsmith.train import plan as planning
-from draftsmith.train.plan import (
+from draftsmith.data import plan as planning
+from draftsmith.data.plan import (
     estimate_steps,
     free_disk,
     make_plan,
@@ -18,6 +14,10 @@ from draftsmith.train.plan import (
     size,
     trained_parameters,
 )
+from draftsmith.drafters.methods import build, trainable
+from draftsmith.drafters.target import TargetShape, describe
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import MedusaConfig, Recipe, TargetConfig
 from tests.tiny import tiny_target
 
 GIGABYTE = 1 << 30
