@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from draftsmith.data.prompts import keyed_number, listed
-from draftsmith.data.rows import read_rows
+from draftsmith.data.rows import check_complete, read_rows
 from draftsmith.drafters.slots import Batch
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DataConfig
@@ -52,7 +52,9 @@ def documents_from_rows(
 
 def training_documents(folder: Path, config: DataConfig) -> tuple[list[Document], Counter[str]]:
     """Documents of a folder of rows, and why others were dropped; UserError when none is left."""
-    documents, dropped = documents_from_rows(read_rows(folder), config)
+    rows = read_rows(folder)
+    check_complete(folder, len(rows))
+    documents, dropped = documents_from_rows(rows, config)
     if not documents:
         raise UserError(
             f"{folder}: every row was dropped ({listed(dropped)}), no row is left to train on; "

@@ -14,6 +14,7 @@ from draftsmith.data.prompts import load_prompts
 from draftsmith.drafters.target import TargetShape, describe, pick_device
 from draftsmith.recipes.entry import run_folder
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files import user_path
 from draftsmith.recipes.schema import DistilConfig, EvalConfig, MedusaConfig, Recipe
 
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -156,7 +157,7 @@ def find_notes(recipe: Recipe, steps: int | None) -> tuple[str, ...]:
 
 def is_here(source: str) -> bool:
     """Whether prompts can be read without a network."""
-    return source == "starter" or source.startswith((".", "/", "~")) or Path(source).exists()
+    return source == "starter" or source.startswith((".", "/", "~")) or user_path(source).exists()
 
 
 def count_prompts(recipe: Recipe) -> tuple[int | None, int]:

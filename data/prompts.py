@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from draftsmith.data import starter
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files import user_path
 from draftsmith.recipes.schema import DataConfig
 
 Message = dict[str, Any]  # role, content, and what tool calls and reasoning add
@@ -118,7 +119,7 @@ def content_key(messages: Sequence[Message]) -> str:
 def _rows_of(source: str, *, split: Split, part: str) -> Iterator[Row]:
     if source == "starter":
         return _numbered("starter", starter.starter_prompts(split))
-    path = Path(source).expanduser()
+    path = user_path(source)
     if path.suffix == ".jsonl":
         return read_jsonl(path)
     if path.is_file():
@@ -153,7 +154,7 @@ def read_jsonl(path: Path) -> Iterator[Row]:
 def _json_object(where: str, line: bytes) -> Mapping[str, Any]:
     try:
         row = json.loads(line.decode("utf-8-sig"))
-    except ValueError as error:  # not UTF-8, or not JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deep
         raise UserError(f"{where}: the line is not JSON ({error})") from error
     if not isinstance(row, dict):
         raise UserError(f"{where}: the line must hold a JSON object, not {type(row).__name__}")
@@ -186,9 +187,20 @@ def _data_set(source: str, path: Path, part: str) -> Iterable[Mapping[str, Any]]
 def _prompt(where: str, row: Mapping[str, Any]) -> Prompt:
     messages = _until_answer(_messages(where, row))
     given = next((row[field] for field in KEY_FIELDS if row.get(field) is not None), None)
-    key = content_key(messages) if given is None else str(given)
     category = row.get("category")
+    _check_unicode([given, category, messages])
+    key = content_key(messages) if given is None else str(given)
     return Prompt(key, category if isinstance(category, str) else "uncategorised", messages)
+
+
+def _check_unicode(values: object) -> None:
+    """Half a surrogate pair: no tokenizer takes it, nor does a file."""
+    try:
+        json.dumps(values, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise Unusable("text that is no Unicode") from error
+    except RecursionError as error:  # read with less on the stack than this
+        raise Unusable("nested too deep") from error
 
 
 def _messages(where: str, row: Mapping[str, Any]) -> list[Message]:
@@ -204,7 +216,8 @@ def _messages(where: str, row: Mapping[str, Any]) -> list[Message]:
     if isinstance(value, str) and field in ("prompt", "turns"):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list):
-        raise UserError(f"{where}: {field!r} must be a list of turns, not {type(value).__name__}")
+        what = "text or a list of turns" if field in ("prompt", "turns") else "a list of turns"
+        raise UserError(f"{where}: {field!r} must be {what}, not {type(value).__name__}")
     return [_message(where, turn) for turn in value]
 
 
@@ -227,16 +240,12 @@ def _text(content: object) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
-        try:
-            content.encode()
-        except UnicodeEncodeError as error:  # half a surrogate pair: no tokenizer takes it
-            raise Unusable("text that is no Unicode") from error
         return content
     parts = content if isinstance(content, list) else [None]
     texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
     if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
         raise Unusable("content that is not text")
-    return _text("".join(map(str, texts)))
+    return "".join(map(str, texts))
 
 
 def _until_answer(messages: list[Message]) -> tuple[Message, ...]:

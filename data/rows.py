@@ -13,6 +13,7 @@ from draftsmith.recipes.stages import flat
 
 Row = dict[str, Any]
 MANIFEST = "manifest.json"
+TEXTS, IDS, FINISHES = ("key", "category"), ("prompt_ids", "response_ids"), ("stop", "length")
 
 
 class RowFile:
@@ -76,6 +77,25 @@ def finished_rows(folder: Path) -> dict[str, Row]:
     return {row["key"]: row for shard in shards for row in _whole_lines(shard)[0]}
 
 
+def check_complete(folder: Path, there: int) -> None:
+    """UserError when fewer rows are there than the manifest counts.
+
+    Its count is exact: prompts are dropped before it is written, and each of the others has a row.
+    """
+    count = read_manifest(folder)["prompts"]["count"]
+    if there < count:
+        raise UserError(
+            f"{folder}: {count - there} of {count} rows are missing; run `draftsmith data` again, "
+            "which makes them"
+        )
+
+
+def lacks_rows(folder: Path) -> bool:
+    """Whether rows that were made are no longer there."""
+    known = (folder / MANIFEST).is_file()
+    return known and len(finished_rows(folder)) < read_manifest(folder)["prompts"]["count"]
+
+
 def agree_on_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Write the manifest, or refuse: the rows of one folder are made in one way."""
     path = folder / MANIFEST
@@ -110,13 +130,30 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     try:
         manifest: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        int(manifest["prompts"]["count"])
-        dict(manifest["target"])
+        if type(manifest["prompts"]["count"]) is not int or not isinstance(
+            manifest["target"], dict
+        ):
+            raise ValueError("prompts.count is no whole number, or target no object")
         return manifest
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{path}: is damaged ({error}); remove the folder and distil again"
         ) from error
+
+
+def check_row(row: Any) -> None:
+    """Raises ValueError for what the data stage did not write, as far as training reads it."""
+    if not isinstance(row, dict):
+        raise ValueError(f"a row is a JSON object, not {type(row).__name__}")
+    for name in TEXTS:
+        if not isinstance(row.get(name), str):
+            raise ValueError(f"{name} is no text")
+    for name in IDS:
+        ids = row.get(name)
+        if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
+            raise ValueError(f"{name} is no list of token ids")
+    if row.get("finish_reason") not in FINISHES or type(row.get("temperature")) not in (int, float):
+        raise ValueError("finish_reason or temperature is not what it may be")
 
 
 def _whole_lines(path: Path) -> tuple[list[Row], int]:
@@ -129,14 +166,24 @@ def _whole_lines(path: Path) -> tuple[list[Row], int]:
     for number, line in enumerate(lines[:-1], start=1):
         try:
             row = json.loads(line)
-            row["key"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines) - 1:
                 break
-            raise UserError(f"{path}:{number}: the line is damaged ({error}); remove it") from error
+            raise _damaged(path, number, error) from error
+        try:
+            check_row(row)
+        except ValueError as error:
+            raise _damaged(path, number, error) from error
         rows.append(row)
         whole += len(line) + 1
     return rows, whole
+
+
+def _damaged(path: Path, number: int, error: Exception) -> UserError:
+    return UserError(
+        f"{path}:{number}: the line is damaged ({error}); remove it and run `draftsmith data` "
+        "again, which makes its row anew"
+    )
 
 
 def _lock(descriptor: int, path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftsmith.data.rows import lacks_rows
 from draftsmith.recipes.entry import (
     Arguments,
     is_main_process,
@@ -19,7 +20,16 @@ from draftsmith.recipes.entry import (
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.load import load_recipe
 from draftsmith.recipes.schema import Recipe
-from draftsmith.recipes.stages import STAGES, TRAIN, Stage, is_finished, need, run_stage
+from draftsmith.recipes.stages import (
+    DATA,
+    STAGES,
+    TRAIN,
+    Stage,
+    is_finished,
+    need,
+    run_stage,
+    write_marker,
+)
 
 Work = Callable[[Recipe, Path], object]
 
@@ -42,6 +52,9 @@ def run_recipe(program: Program, arguments: Arguments, argv: Sequence[str]) -> N
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     asked = [stage for stage in STAGES if arguments.command in ("run", stage.name)]
     left = [stage for stage in STAGES if not is_finished(recipe, run_folder(recipe), stage)]
+    lost = DATA in asked and DATA not in left and lacks_rows(run_folder(recipe) / DATA.result)
+    if lost:
+        left = [DATA, *left]
     if arguments.dry_run:
         show_plan(recipe)
         to_do = ", ".join(stage.name for stage in left if stage in asked)
@@ -52,6 +65,8 @@ def run_recipe(program: Program, arguments: Arguments, argv: Sequence[str]) -> N
         check_order(recipe, asked[0])
         show_plan(recipe)
         with open_run(recipe, [*program.name.split(), *argv]) as run:
+            if lost:
+                write_marker(recipe, run, DATA, "begun")  # it goes on from the rows that are left
             for stage in asked:
                 take(program, stage, recipe, run)
     tell(f"finished: {run_folder(recipe) / asked[-1].result}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files import user_path
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
@@ -64,7 +65,7 @@ def wheel_folder(name: str) -> Path:
 
 def cache_root() -> Path:
     """`$XDG_CACHE_HOME/draftsmith`, by default ~/.cache/draftsmith."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
+    return user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "draftsmith"
 
 
 def converted_folder(name: str) -> Path:

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ from draftsmith.drafters.card import model_card
 from draftsmith.drafters.medusa import MedusaHeads
 from draftsmith.drafters.methods import CONFIGS, METHODS, build
 from draftsmith.drafters.target import Target
+from draftsmith.drafters.tree import Tree
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import sync, write_text
+from draftsmith.recipes.schema import MedusaConfig
 
 CONFIG, META, CARD = "config.json", "draftsmith.json", "README.md"
 FORMAT = 1
@@ -70,11 +73,11 @@ def load_drafter(folder: Path, target: Target) -> MedusaHeads:
     """
     meta = read_metadata(folder)
     check_target(meta, target, folder)
+    config = drafter_config(meta)
+    weights = folder / METHODS[config.kind].native_file
     try:
-        config = CONFIGS[meta["drafter"]["kind"]].model_validate(meta["drafter"])
-        weights = folder / METHODS[config.kind].native_file
         tensors = load_file(weights)
-    except (KeyError, ValidationError, SafetensorError, OSError) as error:
+    except (SafetensorError, OSError) as error:
         raise broken(folder, error) from error
     ids = None if meta["draft_vocab"] is None else torch.tensor(meta["draft_vocab"])
     drafter = build(config, target, ids)
@@ -88,7 +91,7 @@ def load_drafter(folder: Path, target: Target) -> MedusaHeads:
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
-    """draftsmith.json of a drafter's folder."""
+    """draftsmith.json of a drafter's folder; UserError where it is missing or damaged."""
     with contextlib.suppress(OSError):  # then it says below what is missing
         restore(folder)
     if not (folder / META).is_file():
@@ -96,14 +99,69 @@ def read_metadata(folder: Path) -> dict[str, Any]:
             f"{folder} is no drafter: it has no {META}; give the `drafter` folder of a run"
         )
     try:
-        meta = json.loads((folder / META).read_text(encoding="utf-8"))
-    except ValueError as error:
+        meta: dict[str, Any] = json.loads((folder / META).read_text(encoding="utf-8"))
+        form = read_format(meta)
+        if form == FORMAT:
+            check_metadata(meta)
+    except (OSError, ValueError, RecursionError) as error:
         raise broken(folder, error) from error
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        raise UserError(
-            f"{folder}/{META}: format {FORMAT} is read here; the file does not say it is one"
-        )
+    if form != FORMAT:
+        raise UserError(f"{folder}/{META}: format {FORMAT} is read here, the file is of {form}")
     return meta
+
+
+def read_format(meta: Any) -> int:
+    """The format that a file says it is of. Raises ValueError where it says nothing."""
+    form = meta.get("format") if isinstance(meta, dict) else None
+    if type(form) is not int:
+        raise ValueError(f"{META} does not say which format it is of")
+    return form
+
+
+def check_metadata(meta: dict[str, Any]) -> None:
+    """Raises ValueError for what `save_drafter` did not write."""
+    target = meta.get("target")
+    size = target.get("vocab_size") if isinstance(target, dict) else None
+    if type(size) is not int or size < 1:
+        raise ValueError(f"{META} does not describe the target")
+    config, ids = drafter_config(meta), check_draft_ids(meta, size)
+    if meta.get("tree") is not None:
+        check_tree(meta["tree"], depth=config.heads, rows=size if ids is None else len(ids))
+
+
+def drafter_config(meta: dict[str, Any]) -> MedusaConfig:
+    """The drafter's knobs. Raises ValueError for what is none."""
+    given = meta.get("drafter")
+    kind = given.get("kind") if isinstance(given, dict) else None
+    if not isinstance(kind, str) or kind not in CONFIGS:
+        raise ValueError(f"{META} does not describe a drafter")
+    try:
+        return CONFIGS[kind].model_validate(given)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        key = ".".join(map(str, ("drafter", *detail["loc"])))
+        raise ValueError(f"{META}: {key}: {detail['msg']}") from error
+
+
+def check_draft_ids(meta: dict[str, Any], vocab_size: int) -> list[int] | None:
+    """The draft vocabulary. Raises ValueError unless it is null or ascending target ids."""
+    ids = meta.get("draft_vocab", ())
+    if ids is None:
+        return None
+    whole = isinstance(ids, list) and len(ids) > 0 and all(type(token) is int for token in ids)
+    if not whole or ids[0] < 0 or ids[-1] >= vocab_size or any(a >= b for a, b in pairwise(ids)):
+        raise ValueError(f"{META}: draft_vocab is not null or ascending ids below {vocab_size}")
+    return list(ids)
+
+
+def check_tree(paths: Any, *, depth: int, rows: int) -> None:
+    """Raises ValueError unless these are a tree's nodes, within the drafter's slots and guesses."""
+    listed = isinstance(paths, list) and all(isinstance(path, list) for path in paths)
+    if not listed or not all(type(rank) is int for path in paths for rank in path):
+        raise ValueError(f"{META}: tree is not a list of nodes, each a list of ranks")
+    tree = Tree(tuple(map(tuple, paths)))
+    if max(map(len, paths)) > depth or tree.width > rows:
+        raise ValueError(f"{META}: its tree is deeper or wider than the drafter")
 
 
 def update_metadata(folder: Path, changes: dict[str, Any]) -> None:
@@ -116,9 +174,9 @@ def check_target(meta: dict[str, Any], target: Target, folder: Path) -> None:
 
     A warning where it looks like another model of the same shape: drafts would be poor.
     """
-    trained = meta["target"]
     same = ("architecture", "template", "hidden_size", "vocab_size")
     now = {**target.fingerprint, "hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+    trained = {"content": now["content"], **meta["target"]}  # older drafters do not name it
     differing = [
         f"{key} {trained.get(key)} / {now[key]}" for key in same if trained.get(key) != now[key]
     ]
@@ -130,7 +188,7 @@ def check_target(meta: dict[str, Any], target: Target, folder: Path) -> None:
         )
     unlike = [
         f"{key} {trained.get(key)} / {now[key]}"
-        for key in ("model", "revision", "origin")
+        for key in ("model", "revision", "origin", "content")
         if trained.get(key) != now[key]
     ]
     if unlike:
@@ -152,8 +210,9 @@ def target_metadata(target: Target) -> dict[str, Any]:
 
 def broken(folder: Path, error: Exception) -> UserError:
     """One line for a folder that cannot be read."""
+    reason = " ".join(str(error).split())
     return UserError(
-        f"{folder}: broken drafter checkpoint ({error}); train again or restore the folder"
+        f"{folder}: broken drafter checkpoint ({reason}); train again or restore the folder"
     )
 
 

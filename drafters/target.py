@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.drafters.builtin import BUILTINS, builtin_config, builtin_folder
 from draftsmith.drafters.cache import TargetCache
+from draftsmith.drafters.content import folder_content
 from draftsmith.drafters.slots import Batch, TargetStates
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files import user_path
 from draftsmith.recipes.schema import TargetConfig
 
 ROLLBACK_LAYERS = {"full_attention", "sliding_attention"}
@@ -87,9 +90,8 @@ class Target:
         """Wrap a model that is already in memory."""
         dtype = str(model.dtype).removeprefix("torch.")
         config = TargetConfig.model_construct(model=name, revision=None, dtype=dtype)
-        return Target(
-            model, tokenizer, name=name, fingerprint=make_fingerprint(config, model, tokenizer)
-        )
+        fingerprint = make_fingerprint(config, model, tokenizer, in_memory=True)
+        return Target(model, tokenizer, name=name, fingerprint=fingerprint)
 
     @torch.no_grad()
     def states(self, batch: Batch, taps: tuple[int, ...] = ()) -> TargetStates:
@@ -174,6 +176,12 @@ class Target:
         ids = torch.arange(4, device=self.device)[None] % self.vocab_size
         want = self.model(input_ids=ids, use_cache=False).logits.float()
         have = self.logits(self.base(input_ids=ids, use_cache=False).last_hidden_state).float()
+        if not bool(torch.isfinite(want).all()):
+            raise UserError(
+                f"{self.name}: its logits are NaN or infinite: its weights are damaged, or "
+                f"{str(self.dtype).removeprefix('torch.')} is too narrow for them; restore the "
+                "model, or try target.dtype=float32"
+            )
         if want.shape != have.shape or not torch.allclose(
             want, have, rtol=1e-3, atol=1e-3 * float(want.abs().max())
         ):
@@ -231,10 +239,13 @@ def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(set(found)))
 
 
-def make_fingerprint(config: TargetConfig, model: Any, tokenizer: Any) -> dict[str, str]:
+def make_fingerprint(
+    config: TargetConfig, model: Any, tokenizer: Any, *, in_memory: bool = False
+) -> dict[str, str]:
     """What must agree between data, drafter and report."""
     template = "" if tokenizer is None else (tokenizer.chat_template or "")
     builtin = BUILTINS.get(config.model)
+    folder = None if in_memory else local_folder(config.model)
     return {
         "model": config.model,
         "revision": config.revision
@@ -243,6 +254,7 @@ def make_fingerprint(config: TargetConfig, model: Any, tokenizer: Any) -> dict[s
         "dtype": config.dtype,
         "origin": builtin.origin if builtin else "as published",
         "template": hashlib.sha256(str(template).encode()).hexdigest()[:16],
+        "content": "none" if folder is None else folder_content(folder),
     }
 
 
@@ -251,7 +263,7 @@ def hub_commit(model: str) -> str | None:
 
     (transformers has stopped keeping it in the config.)
     """
-    if model.startswith((".", "/", "~")) or Path(model).is_dir():
+    if is_path(model) or Path(model).is_dir():
         return None
     try:
         found = try_to_load_from_cache(model, "config.json")
@@ -264,31 +276,48 @@ def pick_device(name: str) -> torch.device:
     """`auto` is cuda where there is one, else cpu."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
+    if re.fullmatch(r"cpu|mps|cuda(:[0-9]{1,3})?", name) is None:
+        raise UserError(f"target.device: {name!r} is no device; use auto, cpu, cuda, cuda:N or mps")
+    kind, _, number = name.partition(":")
+    if int(number or 0) >= count_devices(kind):
         raise UserError(
-            f"target.device: {name!r} is no device; use auto, cpu, cuda or cuda:N"
-        ) from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            f"target.device: {name} was asked for and no CUDA device is there; use auto or cpu"
+            f"target.device: {name} was asked for and no such device is there; use auto or cpu"
         )
-    return device
+    return torch.device(kind, int(number)) if number else torch.device(kind)
+
+
+def count_devices(kind: str) -> int:
+    """How many devices of a kind this machine has."""
+    if kind == "cuda":
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return int(kind == "cpu" or torch.backends.mps.is_available())
+
+
+def is_path(model: str) -> bool:
+    """Whether a model's name can only mean a folder."""
+    return model.startswith((".", "/", "~")) or model.count("/") > 1
+
+
+def local_folder(model: str) -> Path | None:
+    """The folder of this machine that a model's name means, if it means one."""
+    if model in BUILTINS:
+        return None
+    path = user_path(model)
+    return path if path.is_dir() else None
 
 
 def locate(config: TargetConfig) -> str:
     """Where transformers should load from."""
     if config.model in BUILTINS:
         return str(builtin_folder(config.model))
-    path = Path(config.model).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
+    folder = local_folder(config.model)
+    if folder is not None:
+        if not (folder / "config.json").is_file():
             raise UserError(
-                f"target.model: folder {path} has no config.json; give a Hugging Face model folder"
+                f"target.model: {folder} has no config.json; give a Hugging Face model folder"
             )
-        return str(path)
-    if config.model.startswith((".", "/", "~")) or config.model.count("/") > 1:
+        return str(folder)
+    if is_path(config.model):
         raise UserError(
             f"target.model: no folder {config.model}; give a folder, a Hub id or {sorted(BUILTINS)}"
         )

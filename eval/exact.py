@@ -24,6 +24,7 @@ from draftsmith.eval.stage import stored_recipe
 from draftsmith.eval.summary import Trial, emitted
 from draftsmith.eval.walk import RankTable, recipe_ranks, walk
 from draftsmith.recipes.entry import Parser, guard, run_folder
+from draftsmith.recipes.files import user_path
 from draftsmith.recipes.load import load_recipe
 from draftsmith.recipes.schema import Recipe
 
@@ -135,7 +136,7 @@ def open_subject(arguments: argparse.Namespace, dtype: str) -> Subject:
     if arguments.max_new_tokens is not None:
         overrides.append(f"eval.max_new_tokens={arguments.max_new_tokens}")
     if arguments.checkpoint is not None:
-        return load_subject(Path(arguments.checkpoint), overrides)
+        return load_subject(user_path(arguments.checkpoint), overrides)
     recipe = load_recipe(DEMO, overrides)
     folder = run_folder(recipe) / "drafter"
     if folder.is_dir():
@@ -145,7 +146,7 @@ def open_subject(arguments: argparse.Namespace, dtype: str) -> Subject:
     )
     target = Target.load(recipe.target)
     drafter = build(recipe.drafter.model_copy(update={"draft_vocab": None}), target, None)
-    return Subject(recipe, target, drafter, bushy_tree(drafter.depth))
+    return Subject(recipe, target, drafter, bushy_tree(drafter))
 
 
 def load_subject(folder: Path, overrides: Sequence[str]) -> Subject:
@@ -155,13 +156,14 @@ def load_subject(folder: Path, overrides: Sequence[str]) -> Subject:
     target = Target.load(recipe.target)
     drafter = load_drafter(folder, target)
     paths = meta.get("tree")
-    tree = bushy_tree(drafter.depth) if paths is None else Tree(tuple(map(tuple, paths)))
+    tree = bushy_tree(drafter) if paths is None else Tree(tuple(map(tuple, paths)))
     return Subject(recipe, target, drafter, tree)
 
 
-def bushy_tree(depth: int) -> Tree:
-    """Three guesses of the first slot, each with a chain below."""
-    return Tree(tuple((rank, *(0,) * more) for rank in range(3) for more in range(depth)))
+def bushy_tree(drafter: Drafter) -> Tree:
+    """Three guesses of the first slot (if it has as many), each with a chain below."""
+    ranks = range(min(3, drafter.head().rows))
+    return Tree(tuple((rank, *(0,) * more) for rank in ranks for more in range(drafter.depth)))
 
 
 def check(subject: Subject) -> bool:

@@ -12,10 +12,16 @@ from typing import Any
 import torch
 
 from draftsmith.data.dataset import Document, split_held_out, training_documents
-from draftsmith.drafters.checkpoint import load_drafter, read_metadata, update_metadata
+from draftsmith.drafters.checkpoint import (
+    META,
+    drafter_config,
+    load_drafter,
+    read_metadata,
+    update_metadata,
+)
 from draftsmith.drafters.methods import Drafter
 from draftsmith.drafters.sampler import Sampling
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target import Target, is_path, local_folder
 from draftsmith.drafters.tree import Tree, chain
 from draftsmith.eval.assemble import Memory, arm_report, check_arm, sample_of
 from draftsmith.eval.bench import Arm, BenchPrompt, greedy_arms, measure, sampled_arms
@@ -32,8 +38,14 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.load import override_recipe
 from draftsmith.recipes.provenance import versions
 from draftsmith.recipes.schema import EvalConfig, Recipe
+from draftsmith.recipes.stages import EVALUATION, ROUNDING
 
 SAMPLES = 4
+# What may change when a drafter is measured from its folder; the rest says how it was trained.
+CONDITIONS = (
+    *("eval", "target", *EVALUATION, "data.max_prompt_tokens", "data.thinking"),
+    *("seed", "runs", "name"),
+)
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,8 @@ def evaluate_checkpoint(folder: Path, recipe: Recipe) -> Path:
             f"{folder} carries no calibration, which the tree search needs; "
             "evaluate its run once, which writes it"
         )
-    calibration = from_json(meta["calibration"], folder)
+    depth = drafter_config(meta).heads
+    calibration = from_json(meta["calibration"], folder, depth=depth)
     set_threads(recipe.eval)
     target = Target.load(recipe.target)
     drafter = load_drafter(folder, target)
@@ -130,10 +143,37 @@ def check_writable(folder: Path) -> None:
 
 
 def stored_recipe(meta: Mapping[str, Any], folder: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe that a drafter's folder carries, with overrides."""
+    """The recipe that a drafter's folder carries, under other conditions. Raises UserError."""
     if not isinstance(meta.get("recipe"), dict):
         raise UserError(f"{folder} carries no recipe; give one beside it")
-    return override_recipe(meta["recipe"], overrides, source=str(folder))
+    recipe = override_recipe(meta["recipe"], overrides, source=str(folder))
+    check_overrides(overrides, folder)
+    check_place(meta["target"], recipe, folder)
+    return recipe
+
+
+def check_overrides(overrides: Sequence[str], folder: Path) -> None:
+    """Refuse knobs that would do nothing, or say something else than what was trained."""
+    for override in overrides:
+        key = override.partition("=")[0]
+        # Those that change rounding alone say how much is computed at once: memory may need them.
+        if not any(key == part or key.startswith(f"{part}.") for part in (*CONDITIONS, *ROUNDING)):
+            raise UserError(
+                f"command line: {key}: the drafter in {folder} is trained, and what it was trained "
+                f"with stays as it is; what may change here: {', '.join(CONDITIONS)}"
+            )
+
+
+def check_place(trained: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
+    """UserError where the target's folder is gone, as after a move of a relative one."""
+    model = recipe.target.model
+    if model != trained.get("model") or local_folder(model) is not None:
+        return
+    if is_path(model) or trained.get("content", "none") != "none":
+        raise UserError(
+            f"{folder}/{META} says that the target is in {model}, and no such folder is there "
+            f"(seen from {Path.cwd()}); say where it is: target.model=PATH"
+        )
 
 
 def set_threads(config: EvalConfig) -> None:

@@ -1,6 +1,6 @@
 """Which tree to draft: acceptance from held-out answers over costs on this machine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,9 @@ class Calibration:
     hit: list[int]  # by slot: rounds that accepted it
     reached: list[int]  # by slot: rounds that reached it
 
-    def tree(self, nodes: int) -> Tree:
-        """The searched tree of a size."""
-        return search_tree(self.accuracy, nodes)
+    def tree(self, nodes: int, guesses: int | None = None) -> Tree:
+        """The searched tree of a size, of at most so many guesses per slot."""
+        return search_tree([row[:guesses] for row in self.accuracy], nodes)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,8 @@ def choose_tree(
 ) -> tuple[Choice, list[RoundCost]]:
     """The tree with the most tokens per second, or of `nodes` nodes; and costs of `extra` trees."""
     sizes = calibration.sizes if nodes is None else [nodes]
-    trees = [calibration.tree(size).to(target.device) for size in sizes]
+    rows = drafter.head().rows  # a drafter cannot guess more tokens than it has
+    trees = [calibration.tree(size, rows).to(target.device) for size in sizes]
     costs = measure_costs(target, drafter, [*trees, *extra], context=context, sampling=Sampling())
     mine, others = costs[: len(trees)], costs[len(trees) :]
     seconds = {size: cost.round for size, cost in zip(sizes, mine, strict=True)}
@@ -115,15 +116,38 @@ def choose_tree(
     return Choice(trees[best], sizes, mine, mine[best]), others
 
 
-def from_json(value: Mapping[str, Any], folder: Path) -> Calibration:
-    """Read back what `asdict` wrote."""
+def from_json(value: Any, folder: Path, *, depth: int | None = None) -> Calibration:
+    """Read back what `asdict` wrote, for a drafter of `depth` slots (None: of any)."""
     try:
-        return Calibration(**value)
-    except TypeError as error:
+        found = Calibration(**value)
+        check_figures(found)
+        if depth is not None and len(found.accuracy) != depth:
+            raise ValueError(f"it has {len(found.accuracy)} slots and the drafter {depth}")
+    except (TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"{folder}: its calibration is damaged or of another version ({error}); "
             "evaluate the run again"
         ) from error
+    return found
+
+
+def check_figures(found: Calibration) -> None:
+    """Raises ValueError, TypeError or AttributeError unless all is of its kind and length."""
+    shares = [share for row in found.accuracy for share in row]
+    taus = [*found.tau, found.tau_micro, found.tau_macro, *found.tau_by_category.values()]
+    counts = [found.documents, found.rounds, *found.sizes, *found.hit, *found.reached]
+    if not all(type(count) is int and 0 <= count < 2**63 for count in counts):
+        raise ValueError("a count is no whole number")
+    if not all(type(real) in (int, float) and 0 <= real < 1e9 for real in (*shares, *taus)):
+        raise ValueError("a share or an acceptance length is no such number")
+    if not shares or max(shares) > 1 or len({len(row) for row in found.accuracy}) != 1:
+        raise ValueError("accuracy is no table of shares")
+    if not set(found.sizes) <= set(SIZES) or found.sizes != sorted(set(found.sizes)):
+        raise ValueError(f"sizes are not among {', '.join(map(str, SIZES))}")
+    if not 0 < len(found.sizes) == len(found.tau) or len(found.hit) != len(found.reached):
+        raise ValueError("lists that belong together are of different lengths")
+    if type(found.greedy) is not bool:
+        raise ValueError("greedy is neither true nor false")
 
 
 def to_json(calibration: Calibration) -> dict[str, Any]:

@@ -33,14 +33,15 @@ class RankTable:
 
     ranks: list[Tensor]  # per document [groups, K] int64: a rank, MISS or NO_SLOT
     documents: list[Document]
+    guesses: int = RANKS  # guesses per slot that were ranked: a small draft vocabulary has fewer
 
     def accuracy(self) -> list[list[float]]:
-        """[K][RANKS]: how often slot k's guess of rank i is right, over all valid slots (tree
+        """[K][guesses]: how often slot k's guess of rank i is right, over all valid slots (tree
         search).
         """
         ranks = torch.cat(self.ranks)  # [N, K]
         valid = (ranks > NO_SLOT).sum(dim=0).clamp(min=1)
-        hits = torch.stack([(ranks == rank).sum(dim=0) for rank in range(RANKS)])  # [RANKS, K]
+        hits = torch.stack([(ranks == rank).sum(dim=0) for rank in range(self.guesses)])
         return (hits / valid).T.tolist()
 
 
@@ -106,13 +107,13 @@ def rank_table(
     """
     length = max(max_length, max((len(document.ids) for document in documents), default=1))
     packed = PackedRows(documents, length)
+    count = min(RANKS, drafter.head().rows)
     ranks: list[Tensor] = [torch.empty(0, 0, dtype=torch.long)] * len(documents)
     for first in range(0, len(packed.rows), rows):
         index = list(range(first, min(first + rows, len(packed.rows))))
         batch = packed.batch(index).to(target.device)
         roots = all_roots(batch)
         slots = drafter.slots(batch, target.states(batch), roots)
-        count = min(RANKS, slots.head.rows)
         best = top_tokens(slots.hidden, slots.head, count, chunk=chunk, adjust=target.adjust)
         fits = best == slots.labels.label[..., None]
         found = torch.where(fits.any(dim=-1), fits.int().argmax(dim=-1), MISS)
@@ -122,7 +123,7 @@ def rank_table(
         for place, i in enumerate(index):
             for number, document in enumerate(packed.rows[i]):
                 ranks[document] = found[(row == place) & (at == number)]
-    return RankTable(ranks, list(documents))
+    return RankTable(ranks, list(documents), count)
 
 
 def recipe_ranks(

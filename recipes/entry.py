@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files import user_path
 from draftsmith.recipes.load import shipped_recipes
 from draftsmith.recipes.provenance import version, write_resolved
 from draftsmith.recipes.schema import Recipe
@@ -115,7 +116,7 @@ def say(message: str) -> None:
 
 def run_folder(recipe: Recipe) -> Path:
     """Where the run's files are."""
-    return Path(recipe.runs).expanduser() / recipe.name
+    return user_path(recipe.runs) / recipe.name
 
 
 def is_main_process() -> bool:

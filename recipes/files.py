@@ -1,7 +1,24 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and the paths that users write."""
 
 import os
 from pathlib import Path
+
+from draftsmith.recipes.errors import UserError
+
+
+def user_path(text: str) -> Path:
+    """A path as a user writes it, `~` expanded. Raises UserError for what no system can open."""
+    if "\0" in text:
+        raise UserError(f"{text!r} is no path: it holds a NUL character")
+    try:
+        os.fsencode(text)
+        return Path(text).expanduser()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{text!r} is no path: it holds half a surrogate pair") from error
+    except RuntimeError as error:  # nobody of that name, or nobody's home is known
+        raise UserError(
+            f"{text}: the home folder that ~ stands for is not known; write the path out"
+        ) from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files import user_path
 from draftsmith.recipes.problems import explain
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.text import dump, parse
@@ -37,8 +38,12 @@ def check(data: dict[str, Any], source: str, overridden: Sequence[str] = ()) -> 
     """Plain data -> Recipe."""
     try:
         text = json.dumps(data)
+        bad = no_unicode(data)
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{source}: values are text, numbers, lists and keys ({error})") from error
+    if bad is not None:
+        where = "command line" if bad in overridden else source
+        raise UserError(f"{where}: {bad}: no valid text, it holds half a surrogate pair")
     try:
         # JSON rules, strictly: a list may become a tuple; "2", 2.0 and true are no whole numbers.
         return Recipe.model_validate_json(text, strict=True)
@@ -50,6 +55,20 @@ def check(data: dict[str, Any], source: str, overridden: Sequence[str] = ()) -> 
         raise UserError(f"{where}: {key + ': ' if key else ''}{what}{more}") from error
 
 
+def no_unicode(value: Any, path: str = "") -> str | None:
+    """The dotted key of the first text that UTF-8 cannot hold, if there is one."""
+    if isinstance(value, str):
+        return path if value != value.encode("utf-8", "replace").decode() else None
+    parts: list[tuple[Any, str]] = []
+    if isinstance(value, dict):
+        for key, child in value.items():
+            shown = str(key).encode("utf-8", "backslashreplace").decode()
+            parts += [(part, f"{path}.{shown}" if path else shown) for part in (key, child)]
+    elif isinstance(value, list):
+        parts = [(child, path) for child in value]
+    return next((at for part, where in parts if (at := no_unicode(part, where)) is not None), None)
+
+
 def override_recipe(data: dict[str, Any], overrides: Sequence[str], *, source: str) -> Recipe:
     """A recipe that was kept as plain data (in a checkpoint, say), with changes."""
     data = dict(data)
@@ -58,7 +77,7 @@ def override_recipe(data: dict[str, Any], overrides: Sequence[str], *, source: s
 
 def read_text(path_or_name: str) -> tuple[str, str]:
     """The recipe's text, and how to call it in messages."""
-    path = Path(path_or_name).expanduser()
+    path = user_path(path_or_name)
     try:
         if path.is_dir():
             raise UserError(f"{path_or_name} is a folder; give a recipe's .yaml file or name")

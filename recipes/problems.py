@@ -27,10 +27,10 @@ ELSEWHERE = {
 }
 NUMBERS = {"integer": "a whole number", "number": "a number"}
 LIMITS = {
-    "minimum": "at least {:g}",
-    "exclusiveMinimum": "more than {:g}",
-    "maximum": "at most {:g}",
-    "exclusiveMaximum": "less than {:g}",
+    "minimum": "at least {}",
+    "exclusiveMinimum": "more than {}",
+    "maximum": "at most {}",
+    "exclusiveMaximum": "less than {}",
 }
 
 
@@ -90,7 +90,9 @@ class Vocabulary:
             return "one of " + ", ".join(map(str, values)) if len(values) > 1 else str(values[0])
         kind = node.get("type")
         if kind in NUMBERS:
-            limits = [text.format(node[key]) for key, text in LIMITS.items() if key in node]
+            limits = [
+                text.format(round_number(node[key])) for key, text in LIMITS.items() if key in node
+            ]
             return " ".join([NUMBERS[kind], " and ".join(limits)]).strip()
         if kind == "array":
             items = node.get("prefixItems") or [node.get("items", {})]
@@ -103,6 +105,11 @@ class Vocabulary:
         return {"boolean": "true or false", "null": "null", "string": "text"}.get(
             str(kind), "a value"
         )
+
+
+def round_number(value: float) -> str:
+    """A limit for people: whole numbers in full, 0.0 as 0."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def likeness(given: str, known: str) -> float:
@@ -159,6 +166,8 @@ def one_problem(detail: Any, data: Any, vocabulary: Vocabulary) -> tuple[str, st
         return unknown_key(path, str(location[-1]), given, vocabulary)
     if kind == "missing" and isinstance(location[-1], str):  # an int: a list is too short
         return key, f"missing; give {vocabulary.allowed(node)}"
+    if kind == "string_too_short":
+        return key, f"empty; give {vocabulary.allowed(node)}"
     if kind == "value_error":
         return key, str(detail["ctx"]["error"])
     if kind in ("union_tag_invalid", "union_tag_not_found"):

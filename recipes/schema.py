@@ -7,8 +7,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, le=2**31)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
+Text = Annotated[str, Field(min_length=1)]
 
 
 class Block(BaseModel):
@@ -20,7 +22,7 @@ class Block(BaseModel):
 class TargetConfig(Block):
     """The language model that is served. It stays frozen."""
 
-    model: str  # built-in name (`smollm2-135m`), local folder, or Hub id
+    model: Text  # built-in name (`smollm2-135m`), local folder, or Hub id
     revision: str | None = None
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     device: str = "auto"  # auto: cuda where there is one, else cpu
@@ -42,9 +44,9 @@ class DataConfig(Block):
     """Prompts, their answers, and how answers become training rows."""
 
     # `starter`, a .jsonl file, a local `datasets` folder, or a Hub data set id
-    prompts: str = "starter"
+    prompts: Text = "starter"
     split: str = "train"
-    eval_prompts: str = "starter"  # the same choices; `starter` is the shipped evaluation set
+    eval_prompts: Text = "starter"  # the same choices; `starter` is the shipped evaluation set
     eval_split: str = "test"
     grow: Annotated[int, Field(ge=0)] = 0  # prompts that the seeded offline generator adds
     limit: Positive | None = None  # at most this many training prompts, drawn by the seed
@@ -96,7 +98,7 @@ class OptimConfig(Block):
     """AdamW, warm-up, and a schedule."""
 
     lr: Annotated[float, Field(gt=0.0)] = 2e-3  # Medusa's heads
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: tuple[Momentum, Momentum] = (0.9, 0.999)
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     clip: Annotated[float, Field(gt=0.0)] = 1.0
     warmup_steps: Annotated[int, Field(ge=0)] = 40
@@ -113,7 +115,7 @@ class TrainConfig(Block):
     rows_per_step: Positive = 8  # packed rows of an optimizer step, over all processes
     rows_per_micro_batch: Positive = 4  # packed rows of one forward; the rest is accumulation
     precision: Literal["bf16", "fp32"] = "bf16"
-    chunk: Positive = 128  # groups projected to the vocabulary at once
+    chunk: Positive = 256  # groups projected to the vocabulary at once
     log_every: Positive = 10
     eval_every: Positive = 200
     save_every: Positive = 200
@@ -140,8 +142,8 @@ class Recipe(Block):
     """One reproducible run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    runs: str = "runs"  # folder that holds the run's folder
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # numpy's seeds end there
+    runs: Text = "runs"  # folder that holds the run's folder
     target: TargetConfig
     data: DataConfig = DataConfig()
     drafter: MedusaConfig = MedusaConfig()

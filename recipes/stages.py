@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files import write_text
+from draftsmith.recipes.files import user_path, write_text
 from draftsmith.recipes.schema import Recipe
 
 # Knobs that change what is shown or kept, not the results,
@@ -64,8 +64,7 @@ def settings(recipe: Recipe, stage: Stage) -> dict[str, Any]:
         and key not in (*COSMETIC, *ROUNDING, *stage.but)
     }
     for key in ("data.prompts", "data.eval_prompts"):
-        path = Path(str(mine.get(key, ""))).expanduser()
-        if key in mine and path.is_file():
+        if key in mine and (path := user_path(str(mine[key]))).is_file():
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
             mine[f"contents of {key}"] = digest[:16]
     return mine
@@ -150,11 +149,24 @@ def read_marker(run: Path, stage: Stage) -> dict[str, Any] | None:
         return None
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
-        return {"state": known["state"], "settings": dict(known["settings"])}
-    except (ValueError, KeyError, TypeError) as error:
+        check_marker(known)
+    except (ValueError, RecursionError) as error:
+        # The run's files may be good: what they were made with is all that is lost.
         raise UserError(
-            f"{path} is damaged ({error}); delete {run} or give the recipe another name"
+            f"{path} is damaged ({error}), so nothing says what {run / stage.result} was made "
+            "with; restore it from a copy, or leave this run as it is and give the recipe another "
+            "name (name=...)"
         ) from error
+    return {"state": known["state"], "settings": known["settings"]}
+
+
+def check_marker(known: Any) -> None:
+    """Raises ValueError for what `write_marker` did not write."""
+    if not isinstance(known, dict) or known.get("state") not in ("begun", "finished"):
+        raise ValueError("no state in it")
+    found = known.get("settings")
+    if not isinstance(found, dict) or not found:
+        raise ValueError("no settings in it")
 
 
 def compare(then: dict[str, Any], now: dict[str, Any]) -> list[str]:

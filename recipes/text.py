@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import yaml
+from yaml.reader import ReaderError
 
 from draftsmith.recipes.errors import UserError
 
@@ -72,6 +73,11 @@ def parse(text: str, source: str) -> Any:
         mark = error.problem_mark
         where = f" line {mark.line + 1} column {mark.column + 1}" if mark is not None else ""
         raise UserError(f"{source}{where}: bad YAML ({error.problem})") from error
+    except ReaderError as error:
+        raise UserError(
+            f"{source}: no valid text, its character {error.position + 1} "
+            f"(U+{error.character:04X}) is not allowed in YAML"
+        ) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{source}: bad YAML ({' '.join(str(error).split())})") from error
 

@@ -126,6 +126,12 @@ def test_a_bad_recipe(desk: Path, refused: Refusal, text: str, line: str) -> Non
         ("train.rows_per_micro_batch=2", "train.rows_per_micro_batch: 2 does not divide"),
         ("runs=prompts.jsonl", "is a file; give a folder (runs=FOLDER)"),
         ("name=../elsewhere", "command line: name: '../elsewhere' is not allowed"),
+        ("name='a\udcff'", "no valid text, its character 3 (U+DCFF) is not allowed in YAML"),
+        ("data.prompts='~nobody-of-this-name/p.jsonl'", "the home folder that ~ stands for"),
+        ("runs='~nobody-of-this-name'", "the home folder that ~ stands for"),
+        ('data.eval_prompts="a\\0b"', "is no path: it holds a NUL character"),
+        ('target.model="a\\0b"', "is no path: it holds a NUL character"),
+        ("target.device=meta", "target.device: 'meta' is no device"),
     ],
 )
 def test_a_bad_setting(desk: Path, refused: Refusal, override: str, line: str) -> None:
@@ -256,6 +262,19 @@ def test_rows_that_are_damaged(run: Path, refused: Refusal) -> None:
     assert not (run / "drafter").exists()
 
 
+def test_rows_that_were_lost_are_made_again(run: Path, refused: Refusal) -> None:
+    shutil.rmtree(run / "drafter")
+    rows = run / "rows" / "rows.jsonl"
+    lines = rows.read_text().splitlines(keepends=True)
+    rows.write_text("".join(lines[:4] + lines[5:]))
+    line = refused("train", "mine.yaml")
+    assert "1 of 12 rows are missing; run `draftsmith data` again" in line
+    assert cli.main(["data", "mine.yaml", "--dry-run"]) == 0 and not (run / "drafter").exists()
+    assert cli.main(["data", "mine.yaml"]) == 0
+    assert sorted(rows.read_text().splitlines(keepends=True)) == sorted(lines)
+    assert cli.main(["run", "mine.yaml"]) == 0
+
+
 def test_checkpoints_that_are_all_corrupted(run: Path, refused: Refusal) -> None:
     shutil.rmtree(run / "drafter")
     for file in (run / "checkpoints").rglob("*.safetensors"):
@@ -282,6 +301,30 @@ def test_a_drafter_of_another_target(run: Path, refused: Refusal) -> None:
     tiny_tokenizer().save_pretrained("target")
     assert "was trained for target './target', which differs" in refused("eval", "mine.yaml")
     assert not (run / "report").exists()
+
+
+def test_rows_of_other_weights_in_the_same_folder(run: Path, refused: Refusal) -> None:
+    shutil.rmtree(run / "drafter")
+    tiny_model(seed=1).save_pretrained("target")
+    assert "the answers are another target's (content " in refused("train", "mine.yaml")
+    assert not (run / "drafter").exists()
+
+
+def test_a_drafter_is_not_measured_as_another(run: Path, refused: Refusal) -> None:
+    line = refused("eval", "runs/mine/drafter", "optim.lr=1.0")
+    assert "optim.lr: the drafter in runs/mine/drafter is trained" in line and "eval, " in line
+    assert not (run / "drafter" / "report").exists()
+
+
+def test_a_drafter_that_was_moved_away_from_its_target(
+    run: Path, refused: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(run / "drafter", "away/drafter")
+    monkeypatch.chdir("away")
+    line = refused("eval", "drafter")
+    assert "drafter/draftsmith.json" in line and "target.model=PATH" in line
+    there = ["target.model=../target", "data.eval_prompts=../prompts.jsonl", "eval.prompts=1"]
+    assert cli.main(["eval", "drafter", *there]) == 0
 
 
 def test_a_folder_that_is_no_drafter(run: Path, refused: Refusal) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from draftsmith.data.runner import Program, Work, distil, run_recipe
 from draftsmith.recipes.entry import Arguments, guard
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files import user_path
 from draftsmith.recipes.schema import Recipe
 
 COMMANDS = {
@@ -27,7 +28,7 @@ def command(argv: Sequence[str]) -> None:
     """Do what the command line says."""
     program = Program("draftsmith", COMMANDS, WORK)
     arguments = program.parse(argv)
-    if arguments.command == "eval" and Path(arguments.recipe).expanduser().is_dir():
+    if arguments.command == "eval" and user_path(arguments.recipe).is_dir():
         evaluate_folder(arguments)
     else:
         run_recipe(program, arguments, argv)
@@ -57,7 +58,7 @@ def evaluate_folder(arguments: Arguments) -> None:
     from draftsmith.drafters.checkpoint import read_metadata
     from draftsmith.eval.stage import evaluate_checkpoint, stored_recipe
 
-    folder = Path(arguments.recipe).expanduser()
+    folder = user_path(arguments.recipe)
     recipe = stored_recipe(read_metadata(folder), folder, arguments.overrides)
     evaluate_checkpoint(folder, recipe)
 

@@ -111,7 +111,7 @@ class Journal:
     def rewind(self, step: int) -> None:
         """Drop what was logged after `step`: those steps will be taken again."""
         if self.main and self.path.exists():
-            lines = self.path.read_text(encoding="utf-8").splitlines()
+            lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
             write_text(self.path, "".join(line + "\n" for line in lines if is_before(line, step)))
 
     def sync(self) -> None:
@@ -173,6 +173,7 @@ def is_before(line: str, step: int) -> bool:
     """Whether a log line is whole and not after `step`."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
-    return isinstance(record, dict) and record.get("step", 0) <= step
+    at = record.get("step", 0) if isinstance(record, dict) else None
+    return isinstance(at, int) and at <= step

@@ -124,7 +124,8 @@ def compare(was: dict[str, Any], now: dict[str, Any], t: Training) -> None:
         if before.get(name) != after.get(name) and not name.startswith(HARMLESS)
     }
     rounding = [changes.pop(name) for name in ROUNDING if name in changes]
-    if was["target"] != now["target"]:
+    target = {"content": now["target"]["content"], **was["target"]}  # older ones do not name it
+    if target != now["target"]:
         changes["target"] = f"the target {was['target']} -> {now['target']}"
     if was["data"] != now["data"]:
         changes["data"] = "the training rows"

@@ -100,6 +100,7 @@ def prepare(recipe: Recipe, run: Path) -> Training:
     training, held_out = split_held_out(documents, recipe.data.held_out, recipe.seed)
     target = Target.load(recipe.target)
     check_origin(run / "rows", target, journal)
+    check_ids(documents, target, run / "rows")
     set_seed(recipe.seed)
     drafter = build(recipe.drafter, target, draft_ids(recipe, target, training))
     loss = SlotLoss(drafter, target, recipe)
@@ -122,7 +123,8 @@ def prepare(recipe: Recipe, run: Path) -> Training:
 
 def check_origin(folder: Path, target: Target, journal: Journal) -> None:
     """The rows must be this target's own answers; another precision is only named."""
-    made = read_manifest(folder)["target"]
+    # Rows that were made before the content was kept say nothing about it.
+    made = {"content": target.fingerprint["content"], **read_manifest(folder)["target"]}
     differing = {
         key: f"{key} {made.get(key)} / {value}"
         for key, value in target.fingerprint.items()
@@ -138,6 +140,18 @@ def check_origin(folder: Path, target: Target, journal: Journal) -> None:
         journal.say(
             f"warning: the rows were made in another precision ({precision}, rows / recipe)"
         )
+
+
+def check_ids(documents: Sequence[Document], target: Target, folder: Path) -> None:
+    """UserError for a token that the target does not have; looking it up would end in a crash."""
+    for document in documents:
+        largest = max(document.ids)
+        if largest >= target.vocab_size:
+            raise UserError(
+                f"{folder}: the row of key {document.key!r} holds the token {largest} and "
+                f"{target.name} has 0 to {target.vocab_size - 1}; remove its line and run "
+                "`draftsmith data` again, which makes it anew"
+            )
 
 
 def start_processes(recipe: Recipe) -> Accelerator:

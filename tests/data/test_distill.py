@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.data.dataset import training_documents
 from draftsmith.data.distill import distil, make_requests, manifest, plan, sampling_of
 from draftsmith.data.generate import Answer, Request, answer, inverse, until_end
 from draftsmith.data.prompts import Prompt, load_prompts
-from draftsmith.data.rows import RowFile, agree_on_manifest, read_rows
+from draftsmith.data.rows import RowFile, agree_on_manifest, lacks_rows, read_rows
 from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.errors import UserError
@@ -335,6 +336,68 @@ def test_damaged_folders_are_refused(target: Target, tmp_path: Path) -> None:
         distil(target, prompts, config, tmp_path, seed=0)
 
 
+def full_row(**changes: Any) -> dict[str, Any]:
+    """A row as far as it is checked."""
+    row = {"key": "k", "category": "c", "prompt_ids": [1], "response_ids": [2, 3]}
+    return row | {"finish_reason": "stop", "temperature": 0.0} | changes
+
+
+NO_ROWS: dict[str, object] = {
+    "list": [1],
+    "nothing": {},
+    "key": full_row(key=3),
+    "category": full_row(category=None),
+    "ids": full_row(prompt_ids="12"),
+    "text id": full_row(response_ids=[1, "2"]),
+    "part id": full_row(response_ids=[1.0]),
+    "truth": full_row(response_ids=[True]),
+    "negative": full_row(prompt_ids=[-1]),
+    "finish": full_row(finish_reason=["stop"]),
+    "temperature": full_row(temperature="0.0"),
+}
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["last", "first"])
+@pytest.mark.parametrize("row", NO_ROWS.values(), ids=NO_ROWS)
+def test_a_row_of_other_kinds_is_named_by_file_and_line(
+    tmp_path: Path, row: object, last: bool
+) -> None:
+    rows = [full_row(), row] if last else [row, full_row()]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    line = r"rows\.jsonl:2: " if last else r"rows\.jsonl:1: "
+    with pytest.raises(UserError, match=line + "the line is damaged .* `draftsmith data` again"):
+        read_rows(tmp_path)
+
+
+def test_a_row_that_is_nested_too_deep_is_damaged(tmp_path: Path) -> None:
+    text = "[" * 100_000 + "\n" + json.dumps(full_row()) + "\n"
+    (tmp_path / "rows.jsonl").write_text(text)
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: the line is damaged"):
+        read_rows(tmp_path)
+
+
+def test_rows_that_were_lost_are_counted_and_made_again(target: Target, tmp_path: Path) -> None:
+    prompts, config = make_prompts(10), make_config()
+    distil(target, prompts, config, tmp_path, seed=0)
+    path = tmp_path / "rows.jsonl"
+    lines = path.read_text("utf-8").splitlines(keepends=True)
+    assert not lacks_rows(tmp_path) and len(training_documents(tmp_path, config)[0]) == 10
+    path.write_text("".join(lines[:3] + lines[5:]), "utf-8")
+    assert lacks_rows(tmp_path)
+    with pytest.raises(UserError, match="2 of 10 rows are missing; run `draftsmith data` again"):
+        training_documents(tmp_path, config)
+    distil(target, prompts, config, tmp_path, seed=0)
+    assert sorted(path.read_text("utf-8").splitlines(keepends=True)) == sorted(lines)
+    assert not lacks_rows(tmp_path)
+
+
+def test_prompts_that_were_dropped_are_not_missing(target: Target, tmp_path: Path) -> None:
+    long = Prompt("long", "c", ({"role": "user", "content": "x" * 200},))
+    config = make_config().model_copy(update={"max_prompt_tokens": 150})
+    distil(target, [*make_prompts(3), long], config, tmp_path, seed=0)
+    assert len(training_documents(tmp_path, config)[0]) == 3 and not lacks_rows(tmp_path)
+
+
 def test_no_rows_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no distilled rows"):
         read_rows(tmp_path)
@@ -411,7 +474,7 @@ def test_one_process_writes_a_shard(tmp_path: Path) -> None:
 
 
 def test_any_text_survives_the_file(tmp_path: Path) -> None:
-    rows = [{"key": "a\u2028\n", "text": "\x00\x85\ud800 é 漢"}]
+    rows = [full_row(key="a\u2028\n", response="\x00\x85\ud800 é 漢")]
     with RowFile(tmp_path / "rows.jsonl") as file:
         file.append(rows)
     assert read_rows(tmp_path) == rows

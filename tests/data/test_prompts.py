@@ -101,6 +101,28 @@ def test_rows_without_a_prompt_are_dropped_and_counted(
     assert len(found.prompts) == 1 and found.dropped == {reason: 1}
 
 
+HALF = "\ud800"  # of a surrogate pair
+NO_UNICODE = {
+    "prompt": {"prompt": HALF},
+    "turn": {"turns": [HALF]},
+    "id": {"id": f"a{HALF}", "prompt": "a"},
+    "category": {"category": HALF, "prompt": "a"},
+    "name": {"messages": [{**USER, "name": HALF}]},
+    "part": {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]},
+    "tool call": {
+        "messages": [{"role": "assistant", "content": "", "tool_calls": [{HALF: HALF}]}, USER]
+    },
+}
+
+
+@pytest.mark.parametrize("row", NO_UNICODE.values(), ids=NO_UNICODE)
+def test_text_that_is_no_unicode_is_dropped_wherever_it_stands(
+    tmp_path: Path, row: dict[str, object]
+) -> None:
+    found = load(write(tmp_path / "p.jsonl", [row, {"prompt": "good"}]))
+    assert len(found.prompts) == 1 and found.dropped == {"text that is no Unicode": 1}
+
+
 def test_all_rows_dropped_is_an_error_with_the_reasons(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Dropped: 2 empty prompt"):
         load(write(tmp_path / "p.jsonl", [{"prompt": ""}, {"prompt": " "}]))
@@ -145,7 +167,12 @@ BROKEN = {
     "not utf-8": (b'\n{"prompt": "\xff"}', r"p\.jsonl:2: the line is not JSON"),
     "a list": ("[1]\n", r"p\.jsonl:1: the line must hold a JSON object, not list"),
     "no prompt": ('{"text": "a"}\n', r"p\.jsonl:1: found 'text'; a prompt is in one of 'messages'"),
-    "prompt is a number": ('{"prompt": 3}\n', "'prompt' must be a list of turns, not int"),
+    "prompt is a number": ('{"prompt": 3}\n', "'prompt' must be text or a list of turns, not int"),
+    "messages are text": ('{"messages": "a"}\n', "'messages' must be a list of turns, not str"),
+    "too deep": (
+        '{"prompt": ' + "[" * 100_000 + "\n",
+        r"p\.jsonl:1: the line is not JSON \(maximum recursion depth",
+    ),
     "turn is text": ('{"messages": ["hi"]}\n', "a turn must be an object"),
     "empty": ("", "the file is empty"),
     "blank": ("\n \n", "the file is empty"),
@@ -161,7 +188,9 @@ def test_broken_files_are_one_clear_line(tmp_path: Path, text: str | bytes, says
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["missing.jsonl", "./missing", "/missing/folder"])
+@pytest.mark.parametrize(
+    "name", ["missing.jsonl", "./missing", "/missing/folder", "~nobody-of-this-name/p.jsonl"]
+)
 def test_missing_sources_are_named(name: str) -> None:
     with pytest.raises(UserError, match=name):
         load(name)

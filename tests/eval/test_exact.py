@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from draftsmith.drafters.methods import build
 from draftsmith.drafters.sampler import Sampling, draw, standardise
 from draftsmith.drafters.tree import chain, search_tree
 from draftsmith.eval import exact
@@ -20,7 +21,7 @@ from draftsmith.eval.check import (
 )
 from draftsmith.eval.decode import decode
 from draftsmith.eval.exact import examine
-from draftsmith.recipes.schema import DataConfig, EvalConfig, Recipe, TargetConfig
+from draftsmith.recipes.schema import DataConfig, EvalConfig, MedusaConfig, Recipe, TargetConfig
 from tests.eval.test_bench import PROMPTS, drafter_of
 from tests.tiny import tiny_target
 
@@ -214,8 +215,11 @@ def test_a_decoder_that_emits_drafts_unseen_is_caught(target, monkeypatch):
     assert not findings[2].passed(torch.float32)
 
 
-def test_bushy_tree_is_a_tree():
-    assert exact.bushy_tree(3).nodes == 9
+@pytest.mark.parametrize(("rows", "nodes"), [(None, 9), (2, 6)])
+def test_bushy_tree_is_a_tree_of_guesses_that_the_drafter_has(target, rows, nodes):
+    ids = None if rows is None else torch.arange(rows)
+    drafter = build(MedusaConfig(heads=3), target, ids)
+    assert exact.bushy_tree(drafter).nodes == nodes
 
 
 def test_command_line_exits_with_one_when_not_exact(target, monkeypatch, tmp_path, capsys):

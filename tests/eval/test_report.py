@@ -27,7 +27,7 @@ from draftsmith.eval.markdown import render_markdown
 from draftsmith.eval.page import render_html
 from draftsmith.eval.prompts import evaluation_prompts
 from draftsmith.eval.report import Piece, Report, Sample, write_report
-from draftsmith.eval.stage import Job, evaluate_checkpoint, evaluate_job
+from draftsmith.eval.stage import Job, evaluate_checkpoint, evaluate_job, stored_recipe
 from draftsmith.eval.summary import Trial
 from draftsmith.eval.tables import result_table
 from draftsmith.eval.training_log import training_curve
@@ -258,6 +258,53 @@ def test_figures_are_drawn_for_hostile_names(tmp_path, report):
 def test_training_curve_skips_cut_lines(job, tmp_path):
     assert training_curve(job.log) == [{"step": 1.0, "loss": 2.5}]
     assert training_curve(tmp_path / "none.jsonl") == []
+
+
+def test_training_curve_skips_what_no_report_can_hold(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(
+        b"\xff\xfe\n" + b"[" * 100_000 + b'\n{"step": 1, "loss": NaN, "lr": 2, "much": 1e999}\n'
+    )
+    assert training_curve(path) == [{"step": 1.0, "lr": 2.0}]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("optim.lr=1.0", "drafter.heads=2", "drafter={kind: medusa}", "data.held_out=3"),
+        *("data.distil.temperature=1.0", "data={eval_prompts: starter}", "train.epochs=1"),
+    ],
+)
+def test_what_a_drafter_was_trained_with_does_not_change(job, override):
+    meta = read_metadata(job.folder)
+    key = override.partition("=")[0]
+    with pytest.raises(UserError, match=f"command line: {key}: the drafter in .* is trained"):
+        stored_recipe(meta, job.folder, [override])
+
+
+def test_what_a_drafter_is_measured_with_may_change(job):
+    overrides = ["eval.prompts=1", "eval={repeats: 2}", "target.model=other", "seed=3", "name=b"]
+    overrides += ["data.eval_prompts=starter", "data.eval_split=x", "data.max_prompt_tokens=9"]
+    overrides += ["data.thinking=true", "runs=there", "train.rows_per_micro_batch=1"]
+    recipe = stored_recipe(read_metadata(job.folder), job.folder, overrides)
+    assert (recipe.eval.repeats, recipe.target.model, recipe.seed) == (2, "other", 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "content"), [("./target", "0123"), ("target", "0123"), ("../target", "none")]
+)
+def test_a_target_that_a_moved_drafter_does_not_find_is_asked_for(
+    job, tmp_path, monkeypatch, model, content
+):
+    monkeypatch.chdir(tmp_path)
+    meta = read_metadata(job.folder)
+    meta["target"] = {**meta["target"], "model": model, "content": content}
+    meta["recipe"]["target"]["model"] = model
+    with pytest.raises(UserError, match=r"draftsmith\.json says .* target\.model=PATH"):
+        stored_recipe(meta, job.folder)
+    (tmp_path / "here").mkdir()
+    stored_recipe(meta, job.folder, ["target.model=./here"])
+    stored_recipe(meta, job.folder, ["target.model=some/model"])
 
 
 def test_a_folder_alone_is_enough(job, report, monkeypatch, capsys):

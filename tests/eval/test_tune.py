@@ -1,10 +1,14 @@
 """Costs measured alone, and the tree that they choose."""
 
+import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from draftsmith.drafters.methods import build
 from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.tree import Tree, chain, search_tree
 from draftsmith.eval import tune
@@ -12,7 +16,7 @@ from draftsmith.eval.costs import measure_costs
 from draftsmith.eval.theory import RoundCost
 from draftsmith.eval.tune import calibrate, choose_tree, from_json, to_json
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import Recipe, TargetConfig
+from draftsmith.recipes.schema import MedusaConfig, Recipe, TargetConfig
 from tests.eval.test_bench import drafter_of
 from tests.eval.test_report import documents
 from tests.tiny import tiny_target
@@ -103,6 +107,46 @@ def test_the_best_quotient_wins_and_a_fixed_size_is_obeyed(target, drafter, monk
 
 def test_calibration_survives_its_file(target, drafter):
     found = calibrate(RECIPE, target, drafter, documents(target))
-    assert from_json(to_json(found), Path("folder")) == found
-    with pytest.raises(UserError, match="damaged"):
-        from_json({"documents": 1}, Path("folder"))
+    assert from_json(json.loads(json.dumps(to_json(found))), Path("folder"), depth=3) == found
+    with pytest.raises(UserError, match=r"damaged .* the drafter 2"):
+        from_json(to_json(found), Path("folder"), depth=2)
+
+
+DAMAGE = {
+    "accuracy": ([], "ab", 3, [3], [[]], [[0.5], [0.5, 0.1]], [[2.0]], [["0.5"]], [[True]]),
+    "sizes": ([], [0, 1], [2, 1], [1, 10**9], [1.0], {}),
+    "tau": ([1.0], [math.nan] * 9, None),
+    "tau_micro": (math.nan, math.inf, "1", 10**400, -1.0),
+    "tau_by_category": ([], {"a": None}),
+    "hit": ([1], [0.5] * 3, "123"),
+    "documents": (None, True, -1),
+    "greedy": (1, "yes"),
+    "more": (1,),
+}
+
+
+@pytest.mark.parametrize(
+    "change", [{key: value} for key, values in DAMAGE.items() for value in values], ids=str
+)
+def test_a_calibration_that_is_damaged_is_one_clear_line(target, drafter, change):
+    good = to_json(calibrate(RECIPE, target, drafter, documents(target)))
+    with pytest.raises(UserError, match="its calibration is damaged") as caught:
+        from_json(good | change, Path("folder"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [[], "x", 3, {"documents": 1}])
+def test_a_calibration_that_is_none_is_one_clear_line(value):
+    with pytest.raises(UserError, match="its calibration is damaged"):
+        from_json(value, Path("folder"))
+
+
+def test_a_small_draft_vocabulary_is_not_asked_for_more_guesses_than_it_has(target):
+    few = build(MedusaConfig(heads=3), target, torch.tensor([0, 5, 9]))
+    found = calibrate(RECIPE, target, few, documents(target))
+    assert [len(row) for row in found.accuracy] == [3, 3, 3]
+    assert found.tree(63).nodes == 3 + 9 + 27
+    older = replace(found, accuracy=[[*row, *[0.0] * 7] for row in found.accuracy])
+    for calibration in (found, older):
+        choice, _ = choose_tree(target, few, calibration, nodes=63, context=8, extra=[])
+        assert choice.tree.width == 3 and choice.tree.nodes == 39

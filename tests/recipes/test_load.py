@@ -145,6 +145,23 @@ def test_every_key_is_found_again_after_a_slip_of_the_finger(write, key: str) ->
             "objective: weights: dpace needs loss: ce, not kl",
         ),
         ("seed: -1", "seed: -1 is not allowed; allowed: a whole number at least 0"),
+        (
+            "seed: 4294967296",
+            "seed: 4294967296 is not allowed; allowed: a whole number at least 0 and less than "
+            "4294967296",
+        ),
+        (
+            "optim: {betas: [0.9, 1.0]}",
+            "optim.betas: [0.9, 1.0] is not allowed; allowed: a list: 2 of a number at least 0 and "
+            "less than 1",
+        ),
+        (
+            "train: {epochs: 2147483649}",
+            "train.epochs: 2147483649 is not allowed; allowed: a whole number at least 1 and at "
+            "most 2147483648",
+        ),
+        ("data: {prompts: ''}", "data.prompts: empty; give text"),
+        ("runs: ''", "runs: empty; give text"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_allowed(write, text: str, line: str) -> None:
@@ -239,6 +256,40 @@ def test_an_override_that_is_wrong_is_blamed_on_the_command_line(write) -> None:
         == "override 'seed.x=1': seed is a number, it has no keys below"
     )
     assert "bad YAML" in refusal(write(""), "optim.lr=[")
+    assert refusal(write(""), "target.model=''") == "command line: target.model: empty; give text"
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "runs=a\udcff",  # as Python reads a byte that is no UTF-8
+            "override 'runs=a\\udcff': no valid text, its character 2 (U+DCFF) is not allowed in "
+            "YAML",
+        ),
+        (
+            'runs="\\ud800"',
+            "command line: runs: no valid text, it holds half a surrogate pair",
+        ),
+        (
+            'train.trackers=[wandb, "\\ud800"]',
+            "command line: train.trackers: no valid text, it holds half a surrogate pair",
+        ),
+    ],
+    ids=["byte", "escape", "in a list"],
+)
+def test_an_override_that_is_no_text_is_named(write, override: str, line: str) -> None:
+    assert refusal(write(""), override) == line
+
+
+def test_text_that_is_none_is_blamed_on_the_file(write) -> None:
+    line = "no valid text, it holds half a surrogate pair"
+    assert refusal(write('data: {prompts: "\\udc00"}')) == f"mine.yaml: data.prompts: {line}"
+    assert refusal(write('"\\udc00": 1')) == f"mine.yaml: \\udc00: {line}"
+
+
+def test_a_recipe_in_nobodys_home_is_refused() -> None:
+    assert "home folder" in refusal("~nobody-of-this-name/mine.yaml")
 
 
 def test_overrides_leave_the_given_data_alone() -> None:

@@ -139,13 +139,28 @@ def test_files_of_somebody_else_are_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"state": "finished"}', '{"state": 1, "settings": 2}']
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "[" * 100_000,
+        '{"state": "finished"}',
+        '{"state": 1, "settings": 2}',
+        '{"state": "finished", "settings": {}}',
+        '{"state": "finished", "settings": []}',
+        '{"state": "lost", "settings": {"seed": 0}}',
+    ],
+    ids=["empty", "cut", "list", "deep", "half", "numbers", "no settings", "a list", "state"],
 )
-def test_a_damaged_marker_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_damaged_marker_is_refused_and_no_good_work_is_given_up(
+    tmp_path: Path, text: str
+) -> None:
     run_stage(recipe(), tmp_path, DATA, lambda: work(tmp_path, DATA))
     marker(tmp_path, DATA).write_text(text)
-    with pytest.raises(UserError, match="is damaged"):
+    with pytest.raises(UserError, match="is damaged") as caught:
         is_finished(recipe(), tmp_path, DATA)
+    assert "delete" not in str(caught.value) and "name=" in str(caught.value)
 
 
 def test_settings_are_kept_in_plain_sight(tmp_path: Path) -> None:

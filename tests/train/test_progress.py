@@ -37,6 +37,16 @@ def test_a_rewound_log_keeps_whole_records_up_to_the_step(tmp_path):
     assert log.path.read_text() == ""
 
 
+def test_a_log_that_is_no_text_is_rewound_all_the_same(tmp_path):
+    log = journal(tmp_path)
+    log.write(record(2))
+    with open(log.path, "ab") as file:
+        file.write(b"\xff\x00\xfe\n" + b"[" * 100_000 + b'\n{"step": "2"}\n')
+    log.write(record(4))
+    log.rewind(4)
+    assert read_log(tmp_path) == [record(2), record(4)]
+
+
 def test_only_the_main_process_writes(tmp_path):
     Journal(recipe_for("x"), tmp_path, main=False).write(record(1))
     assert not (tmp_path / "log.jsonl").exists()

@@ -18,6 +18,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.recipes.errors import UserError
 from draftsmith.train import checkpoint, trainer
 from draftsmith.train.checkpoint import latest
+from draftsmith.train.resume import compare, identity
 from draftsmith.train.rng import rng_state
 from draftsmith.train.setup import adamw, prepare
 from draftsmith.train.trainer import take_step, train
@@ -325,6 +326,16 @@ def test_other_rows_cannot_resume(stopped, target, run):
         train(stopped, run)
 
 
+def test_other_weights_cannot_resume_and_older_checkpoints_name_none(stopped, run):
+    t = prepare(stopped, run)
+    was = identity(t)
+    del was["target"]["content"]
+    compare(was, identity(prepare(stopped, run)), t)
+    was["target"]["content"] = "another"
+    with pytest.raises(UserError, match=r"changed: the target .*'content': 'another'"):
+        compare(was, identity(prepare(stopped, run)), t)
+
+
 def test_harmless_knobs_may_change(stopped, target, run, tmp_path):
     whole = save_rows(tmp_path / "whole", [counting_row(number) for number in range(48)], target)
     train(stopped, whole)
@@ -407,7 +418,41 @@ def test_no_rows_and_too_few_rows_say_so(target, tmp_path):
         train(recipe_for(target, data=data), run)
 
 
-@pytest.mark.parametrize(("key", "refused"), [("template", True), ("dtype", False)])
+def test_rows_that_were_lost_say_so(target, run):
+    path = run / "rows" / "rows.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[2:]))
+    with pytest.raises(UserError, match="2 of 48 rows are missing; run `draftsmith data` again"):
+        train(recipe_for(target), run)
+
+
+@pytest.mark.parametrize("token", [32, 10**30])
+def test_a_token_that_the_target_does_not_have_says_so(target, tmp_path, token):
+    rows = [counting_row(number) for number in range(24)]
+    rows[3]["response_ids"][0] = token
+    run = save_rows(tmp_path / "run", rows, target)
+    with pytest.raises(UserError, match=f"'003' holds the token {token} and .* has 0 to 31"):
+        train(recipe_for(target), run)
+
+
+def test_rows_of_older_weights_in_the_same_folder_are_refused(tmp_path):
+    target = save_target(tmp_path / "target")
+    run = save_rows(tmp_path / "run", [counting_row(number) for number in range(48)], target)
+    save_target(target, seed=1)
+    with pytest.raises(UserError, match=r"the answers are another target's \(content "):
+        train(recipe_for(target), run)
+
+
+def test_rows_that_do_not_name_their_target_s_content_are_taken(target, run):
+    path = run / "rows" / "manifest.json"
+    made = json.loads(path.read_text())
+    del made["target"]["content"]
+    path.write_text(json.dumps(made))
+    train(recipe_for(target, train={"max_steps": 1}), run)
+
+
+@pytest.mark.parametrize(
+    ("key", "refused"), [("template", True), ("content", True), ("dtype", False)]
+)
 def test_rows_of_another_target_are_refused_and_another_precision_is_named(
     target, run, capsys, key, refused
 ):
@@ -426,7 +471,9 @@ def test_rows_of_another_target_are_refused_and_another_precision_is_named(
 def test_rows_that_nobody_answers_for_are_refused(target, run):
     path = run / "rows" / "manifest.json"
     good = json.loads(path.read_text())
-    for bad in ("{", json.dumps({**good, "target": 3}), json.dumps({"target": good["target"]})):
+    changes = [{"target": 3}, {"target": []}, {"prompts": {"count": "48"}}, {"prompts": []}]
+    bads = [{**good, **change} for change in changes] + [{"target": good["target"]}]
+    for bad in ("{", "[" * 100_000, *map(json.dumps, bads)):
         path.write_text(bad)
         with pytest.raises(UserError, match=r"manifest.json: is damaged"):
             train(recipe_for(target), run)
