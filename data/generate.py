@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.sampler import Sampling, standardise
+from draftsmith.drafters.sampler import Sampling, inverse, standardise
 from draftsmith.drafters.target import Target
 
 STEPS_PER_LOOK = 4  # between looks at which rows have ended: each look waits for the device
@@ -127,13 +127,6 @@ class Picks:
         at = self.sampled[rows].nonzero()[:, 0]
         law = standardise(logits[at].float(), self.sampling)  # [s, V]
         return best.index_put((at,), inverse(law, self.uniform[rows[at], step]))
-
-
-def inverse(law: Tensor, uniform: Tensor) -> Tensor:
-    """The token [s] at which the cumulated law [s, V] passes a uniform number [s] in [0, 1)."""
-    cumulated = law.double().cumsum(dim=-1)  # fp32 sums of 100,000 terms would favour some tokens
-    height = uniform[:, None] * cumulated[:, -1:]
-    return torch.searchsorted(cumulated, height, right=True)[:, 0]
 
 
 def until_end(tokens: list[int], ends: Sequence[int]) -> Answer:

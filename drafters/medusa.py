@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.drafters.projection import slot_logits
-from draftsmith.drafters.proposal import Proposal, Verdict
+from draftsmith.drafters.proposal import Plan, Proposal, Verdict
 from draftsmith.drafters.slots import (
     Batch,
     Head,
@@ -30,7 +30,6 @@ from draftsmith.drafters.slots import (
     label_slots,
 )
 from draftsmith.drafters.target import Target
-from draftsmith.drafters.tree import Tree
 from draftsmith.recipes.schema import MedusaConfig
 
 
@@ -91,14 +90,14 @@ class MedusaHeads(nn.Module):
         hidden = self.states(before_roots(states.final, roots))
         return SlotStates(hidden, self.head(), label_slots(batch, roots, self.depth))
 
-    def start(self, states: TargetStates) -> MedusaState:
-        """After prefill: states of the prompt [B, T, D]; the heads read the last one."""
+    def start(self, ids: Tensor, states: TargetStates) -> MedusaState:
+        """After prefill: a prompt [B, T] and its states [B, T, D]; the heads read the last one."""
         return MedusaState(states.final[:, -1])
 
     @torch.no_grad()
-    def propose(self, state: MedusaState, root: Tensor, tree: Tree) -> Proposal:
-        """Point-mass guesses of every slot, laid out as `tree` (on the drafter's device)."""
-        batch = root.shape[0]
+    def propose(self, state: MedusaState, root: Tensor, plan: Plan) -> Proposal:
+        """Point-mass guesses of every slot, laid out as the tree (on the drafter's device)."""
+        batch, tree = root.shape[0], plan.tree
         logits = slot_logits(self.states(state.hidden), self.head(), self.adjust)  # [B, K, Vq]
         best = logits.topk(tree.width, dim=-1).indices  # [B, K, S]
         if self.draft_ids is not None:
@@ -107,7 +106,9 @@ class MedusaHeads(nn.Module):
         valid = torch.ones_like(tokens, dtype=torch.bool)
         return Proposal(tokens, tree.parent.expand(batch, -1), valid)
 
-    def commit(self, state: MedusaState, verdict: Verdict, states: TargetStates) -> MedusaState:
+    def commit(
+        self, state: MedusaState, proposal: Proposal, verdict: Verdict, states: TargetStates
+    ) -> MedusaState:
         """states.final [B, P+1, D] at the root and along the path; the last accepted one is read
         next.
         """

@@ -5,6 +5,10 @@ from typing import Literal
 
 from torch import Tensor
 
+from draftsmith.drafters.coins import Coins
+from draftsmith.drafters.sampler import Sampling
+from draftsmith.drafters.tree import Tree
+
 Draw = Literal["chain", "iid", "without_replacement", "point"]
 
 
@@ -30,3 +34,15 @@ class Verdict:
     path: Tensor  # [B, P] int64 node ids (root excluded), padded with 0
     length: Tensor  # [B] int64, accepted nodes
     next: Tensor  # [B] int64, the correction or bonus token: the new root
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a drafter is asked to draft: the shape, the law of sampled drafts, and the coins.
+
+    A drafter whose guesses are fixed reads the shape alone and answers with draw `point`.
+    """
+
+    tree: Tree
+    sampling: Sampling
+    coins: Coins

@@ -56,7 +56,8 @@ def nucleus(p: Tensor, top_p: float) -> Tensor:
     return kept / kept.sum(dim=-1, keepdim=True)
 
 
-def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One token per row of p [..., V] -> [...]."""
-    flat = p.reshape(-1, p.shape[-1])
-    return torch.multinomial(flat, 1, generator=generator).reshape(p.shape[:-1])
+def inverse(law: Tensor, uniform: Tensor) -> Tensor:
+    """The token [s] at which the cumulated law [s, V] passes a uniform number [s] in [0, 1)."""
+    cumulated = law.double().cumsum(dim=-1)  # fp32 sums of 100,000 terms would favour some tokens
+    height = uniform[:, None] * cumulated[:, -1:]
+    return torch.searchsorted(cumulated, height, right=True)[:, 0]

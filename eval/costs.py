@@ -4,13 +4,14 @@ Parts are timed in turn (plain step, tree 1, tree 2, ..., and again), so that a 
 down slows all of them; the median over the turns is taken.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
 from torch import Tensor
 
+from draftsmith.drafters.coins import Coins, SeededCoins
 from draftsmith.drafters.methods import Drafter
 from draftsmith.drafters.proposal import Proposal, Verdict
 from draftsmith.drafters.sampler import Sampling
@@ -19,7 +20,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree
 from draftsmith.eval.decode import Loop, clock, play, prefill
 from draftsmith.eval.theory import RoundCost
-from draftsmith.eval.verify import verify
+from draftsmith.eval.verify import Laws, point_mass
 
 WARM_UP = 2  # turns that are thrown away
 
@@ -29,7 +30,8 @@ class Bench:
     """A cached context to which every timed round is put back."""
 
     plain: Loop
-    states: TargetStates  # of the context [1, S, D]
+    ids: Tensor  # the context [1, S]
+    states: TargetStates  # its states [1, S, D]
     root: Tensor  # [1]
 
 
@@ -54,7 +56,7 @@ def measure_costs(
 ) -> list[RoundCost]:
     """The cost of a round with each tree, and of a plain step, after `context` cached tokens."""
     bench = prepare(target, context, sampling)
-    state = drafter.start(bench.states)
+    state = drafter.start(bench.ids, bench.states)
     plain: list[float] = []
     drafted: list[list[Parts]] = [[] for _ in trees]
     for turn in range(WARM_UP + turns):
@@ -80,39 +82,36 @@ def prepare(target: Target, context: int, sampling: Sampling) -> Bench:
     """Cache `context` random tokens; what they are changes no cost."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(target.vocab_size, (1, context), generator=generator).to(target.device)
-    draws = torch.Generator(target.device).manual_seed(0)
-    plain = Loop(target, None, None, sampling, draws, target.new_cache())
-    return Bench(plain, prefill(target, ids, plain.cache), ids[:, -1])
+    plain = Loop(target, None, None, sampling, SeededCoins([0]), target.new_cache())
+    return Bench(plain, ids, prefill(target, ids, plain.cache), ids[:, -1])
 
 
 def time_plain(bench: Bench) -> float:
     """Seconds of one plain round of the decoding loop."""
-    parts = time_round(bench, bench.plain, None, verify)
+    parts = time_round(bench, bench.plain, None)
     return parts.draft + parts.verify + parts.overhead
 
 
 def time_tree(bench: Bench, drafter: Drafter, state: object, tree: Tree) -> Parts:
     """Seconds of one drafted round of the decoding loop, in its three parts."""
 
-    def rule(proposal: Proposal, chosen: Tensor) -> Verdict:
-        verify(proposal, chosen)  # for its time
-        return some_verdict(tree, chosen)
+    def rule(laws: Laws, proposal: Proposal, coins: Coins) -> Verdict:
+        point_mass(laws, proposal, coins)  # for its time
+        return some_verdict(tree, laws)
 
-    return time_round(bench, replace(bench.plain, drafter=drafter, tree=tree), state, rule)
+    return time_round(bench, replace(bench.plain, drafter=drafter, tree=tree, rule=rule), state)
 
 
-def time_round(
-    bench: Bench, loop: Loop, state: object, rule: Callable[[Proposal, Tensor], Verdict]
-) -> Parts:
+def time_round(bench: Bench, loop: Loop, state: object) -> Parts:
     """Time a round, and put the cache back."""
-    played = play(loop, state, bench.root, rule)
+    played = play(loop, state, bench.root)
     seconds = Parts(played.draft_s, played.verify_s, clock(loop.target) - played.verified)
     loop.cache.crop(bench.states.final.shape[1])
     return seconds
 
 
-def some_verdict(tree: Tree, chosen: Tensor) -> Verdict:
+def some_verdict(tree: Tree, laws: Laws) -> Verdict:
     """Two drafts accepted (one where node 1 has no child): random context would accept none."""
     children = (tree.parent == 1).nonzero()[:1, 0] + 1
     path = torch.cat([children.new_ones(1), children])[None]  # [1, P]
-    return Verdict(path, path.new_full((1,), path.shape[1]), chosen[:, 0])
+    return Verdict(path, path.new_full((1,), path.shape[1]), laws.best[:, 0])

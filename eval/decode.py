@@ -3,7 +3,6 @@ loop without drafts.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,13 +10,14 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.cache import TargetCache
+from draftsmith.drafters.coins import Coins, SeededCoins
 from draftsmith.drafters.methods import Drafter
-from draftsmith.drafters.proposal import Proposal, Verdict
+from draftsmith.drafters.proposal import Plan, Proposal, Verdict
 from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.slots import TargetStates
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree
-from draftsmith.eval.verify import choose, verify
+from draftsmith.eval.verify import Laws, Rule, point_mass
 from draftsmith.recipes.errors import UserError
 
 
@@ -54,8 +54,9 @@ class Loop:
     drafter: Drafter | None
     tree: Tree | None  # given with a drafter
     sampling: Sampling
-    generator: torch.Generator
+    coins: Coins
     cache: TargetCache
+    rule: Rule = point_mass
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,14 @@ def decode(
         )
     if (drafter is None) != (tree is None):
         raise UserError("give a drafter and the tree that shapes its drafts, or neither")
-    generator = torch.Generator(target.device).manual_seed(seed)
+    coins = SeededCoins([seed])
     stops = target.eos_ids if eos_ids is None else eos_ids
     began = clock(target)
-    loop = Loop(target, drafter, tree, sampling, generator, target.new_cache())
-    states = prefill(target, torch.tensor([prompt_ids], device=target.device), loop.cache)
-    root = choose(target.logits(states.final[:, -1:]), sampling, generator)[:, 0]  # [1]
-    state = None if drafter is None else drafter.start(states)
+    loop = Loop(target, drafter, tree, sampling, coins, target.new_cache())
+    ids = torch.tensor([prompt_ids], device=target.device)
+    states = prefill(target, ids, loop.cache)
+    root = first_token(loop, states)
+    state = None if drafter is None else drafter.start(ids, states)
     tokens, rounds = [int(root)], []
     prefilled = clock(target)
     while len(tokens) < max_new_tokens and tokens[-1] not in stops:
@@ -125,29 +127,31 @@ def prefill(target: Target, prompt: Tensor, cache: TargetCache) -> TargetStates:
     return TargetStates(target.step(prompt, positions, cache))
 
 
-def play(
-    loop: Loop,
-    state: Any,
-    root: Tensor,
-    rule: Callable[[Proposal, Tensor], Verdict] = verify,
-) -> Played:
-    """One round: draft after the root [1], verify in one pass, accept by `rule`, commit."""
+def first_token(loop: Loop, states: TargetStates) -> Tensor:
+    """The token [B] that prefill gives: the first root."""
+    laws = Laws(loop.target.logits(states.final[:, -1:]), loop.sampling)
+    rows = torch.arange(states.final.shape[0], device=states.final.device)
+    return laws.token(rows, torch.zeros_like(rows), loop.coins)
+
+
+def play(loop: Loop, state: Any, root: Tensor) -> Played:
+    """One round: draft after the root [1], verify in one pass, accept, commit."""
     target, drafter, tree, cache = loop.target, loop.drafter, loop.tree, loop.cache
     start = clock(target)
     if drafter is None or tree is None:
         proposal = empty_proposal(root)
     else:
-        proposal = drafter.propose(state, root, tree)
+        proposal = drafter.propose(state, root, Plan(tree, loop.sampling, loop.coins))
     drafted = clock(target)
     length = cache.length
     hidden = target.step(*layout(root, proposal, tree, length), cache, tree_mask(tree, length))
-    chosen = choose(target.logits(hidden), loop.sampling, loop.generator)
+    laws = Laws(target.logits(hidden), loop.sampling)
     verified = clock(target)
-    verdict = rule(proposal, chosen)
+    verdict = loop.rule(laws, proposal, loop.coins)
     path = kept_nodes(verdict)
     cache.keep(length, path)
     if drafter is not None:
-        state = drafter.commit(state, verdict, TargetStates(hidden[:, path]))
+        state = drafter.commit(state, proposal, verdict, TargetStates(hidden[:, path]))
     return Played(proposal, verdict, path, state, drafted - start, verified - drafted, verified)
 
 

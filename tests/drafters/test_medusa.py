@@ -2,7 +2,10 @@ import pytest
 import torch
 
 from draftsmith.drafters import methods
+from draftsmith.drafters.coins import SeededCoins
 from draftsmith.drafters.projection import slot_logits
+from draftsmith.drafters.proposal import Plan
+from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.slots import TargetStates
 from draftsmith.drafters.tree import Tree
 from draftsmith.recipes.schema import MedusaConfig
@@ -47,9 +50,10 @@ def test_proposals_lay_slot_guesses_out_as_the_tree():
     with torch.no_grad():
         drafter.weight.normal_()
     hidden = torch.randn(1, 3, target.hidden_size)
-    state = drafter.start(TargetStates(hidden))
+    state = drafter.start(hidden[..., 0].long(), TargetStates(hidden))
     tree = Tree(((0,), (2,), (0, 1), (2, 0)))
-    tokens = drafter.propose(state, torch.tensor([4]), tree).tokens[0].tolist()
+    plan = Plan(tree, Sampling(), SeededCoins([0]))
+    tokens = drafter.propose(state, torch.tensor([4]), plan).tokens[0].tolist()
     logits = slot_logits(drafter.states(hidden[:, -1]), drafter.head())[0]
     order = logits.argsort(dim=-1, descending=True).tolist()
     assert tokens == [order[0][0], order[0][2], order[1][1], order[1][0]]

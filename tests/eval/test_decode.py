@@ -1,11 +1,11 @@
 """The real loop on tiny models: greedy equality, the sampled law by enumeration, and cuts."""
 
-from collections import Counter
-
 import pytest
 import torch
 
 from draftsmith.drafters import methods
+from draftsmith.drafters.coins import SeededCoins
+from draftsmith.drafters.proposal import Plan
 from draftsmith.drafters.sampler import Sampling, standardise
 from draftsmith.drafters.slots import TargetStates
 from draftsmith.drafters.tree import Tree, chain
@@ -13,6 +13,7 @@ from draftsmith.eval import decode as loop
 from draftsmith.eval.decode import decode
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MedusaConfig
+from tests.coins import distance, law_of
 from tests.tiny import tiny_target
 
 PROMPT = [20, 21, 22, 23, 24]
@@ -92,44 +93,13 @@ def test_a_reduced_draft_vocabulary_drafts_only_its_ids():
     target = tiny_target(40, eos=())
     ids = torch.tensor([3, 7, 20, 21, 30])
     drafter = noisy_drafter(target, draft_ids=ids, projection="own")
-    state = drafter.start(TargetStates(torch.randn(1, 2, 32)))
-    proposal = drafter.propose(state, torch.tensor([1]), TREES["tree"])
+    state = drafter.start(torch.tensor([[0, 1]]), TargetStates(torch.randn(1, 2, 32)))
+    plan = Plan(TREES["tree"], Sampling(), SeededCoins([0]))
+    proposal = drafter.propose(state, torch.tensor([1]), plan)
     assert set(proposal.tokens.unique().tolist()) <= set(ids.tolist())
     options = dict(sampling=Sampling(), max_new_tokens=16)
     out = decode(target, drafter, PROMPT, tree=chain(3), **options)
     assert out.tokens == plain(target, **options).tokens
-
-
-class Enumerate:
-    """Replaces the loop's choice by every choice in turn, and weighs it by the target's law."""
-
-    def __init__(self):
-        self.script, self.at, self.weight, self.sizes = [], 0, 1.0, []
-
-    def __call__(self, logits, sampling, generator):
-        p = standardise(logits.double(), sampling)[0]  # [M+1, V]
-        tokens = []
-        for law in p:
-            support = law.nonzero()[:, 0].tolist()
-            if self.at == len(self.script):
-                self.script.append(0)
-                self.sizes.append(len(support))
-            token = support[self.script[self.at]]
-            self.weight *= float(law[token])
-            self.at += 1
-            tokens.append(token)
-        return torch.tensor([tokens])
-
-    def next(self):
-        """Advance to the next script; False after the last."""
-        while self.script and self.script[-1] + 1 == self.sizes[-1]:
-            self.script.pop()
-            self.sizes.pop()
-        if not self.script:
-            return False
-        self.script[-1] += 1
-        self.at, self.weight = 0, 1.0
-        return True
 
 
 @pytest.mark.parametrize(
@@ -146,20 +116,15 @@ def test_the_law_of_the_real_loop_is_the_targets(monkeypatch, tree, limit, sampl
     target = tiny_target(3, hidden=16, eos=(), spread=0.3)
     target.eos_ids = ()
     drafter = noisy_drafter(target, heads=2)
-    enumerate_choices = Enumerate()
-    monkeypatch.setattr(loop, "choose", enumerate_choices)
-    out = Counter()
-    more = True
-    while more:
-        decoded = decode(
-            target, drafter, [0, 1], sampling=sampling, max_new_tokens=limit, tree=tree
-        )
-        out[tuple(decoded.tokens)] += enumerate_choices.weight
-        more = enumerate_choices.next()
-    want = target_law(target, [0, 1], limit, sampling)
+
+    def run(coins):
+        monkeypatch.setattr(loop, "SeededCoins", lambda seeds: coins)
+        options = dict(sampling=sampling, max_new_tokens=limit, tree=tree)
+        return tuple(decode(target, drafter, [0, 1], **options).tokens)
+
+    out, want = law_of(run), target_law(target, [0, 1], limit, sampling)
     assert sum(out.values()) == pytest.approx(1.0)
-    distance = sum(abs(out.get(k, 0.0) - want.get(k, 0.0)) for k in {*out, *want}) / 2
-    assert distance < 1e-5  # fp32 logits
+    assert distance(out, want) < 1e-5  # fp32 logits
 
 
 def target_law(target, context, left, sampling):

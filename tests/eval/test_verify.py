@@ -1,16 +1,17 @@
 """Exactness by enumeration: every draw of the rule, weighted, against the target's own law."""
 
 import random
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
+from draftsmith.drafters.coins import SeededCoins
 from draftsmith.drafters.proposal import Proposal
 from draftsmith.drafters.sampler import Sampling, standardise
 from draftsmith.drafters.tree import Tree, chain
-from draftsmith.eval.verify import choose, verify
+from draftsmith.eval.verify import Laws, point_mass
+from tests.coins import distance, law_of
 
 V, LENGTH = 3, 3
 
@@ -38,10 +39,12 @@ class ToyModel:
     def __init__(self, seed, sampling):
         self.seed, self.sampling = seed, sampling
 
-    def law(self, context):
+    def logits(self, context):
         noise = random.Random(f"{self.seed} {context}")
-        logits = torch.tensor([noise.gauss(0, 1) for _ in range(V)], dtype=torch.float64)
-        return standardise(logits, self.sampling).tolist()
+        return torch.tensor([noise.gauss(0, 1) for _ in range(V)], dtype=torch.float64)
+
+    def law(self, context):
+        return standardise(self.logits(context), self.sampling).tolist()
 
     def guesses(self, context, depth):
         """Ranked tokens of one slot: a permutation, as top-k of a head gives distinct tokens."""
@@ -63,37 +66,16 @@ def node_contexts(context, proposal):
     return contexts
 
 
-def output_law(model, context, tree, left, rule=verify, draws=1):
-    """Law of the next `left` tokens under rounds of draft and verify, over every choice.
-
-    The rule sees `draws` independent draws of every node, one after the other.
-    """
-    if left <= 0:
-        return {(): 1.0}
-    proposal = propose(model, context, tree)
-    laws = torch.tensor(
-        [model.law(c) for c in node_contexts(context, proposal)], dtype=torch.float64
-    ).repeat(draws, 1)  # [draws * (M+1), V]
-    chosen = torch.cartesian_prod(*[torch.arange(V)] * len(laws)).reshape(-1, len(laws))
-    weight = laws[torch.arange(len(laws)), chosen].prod(dim=1)
-    rows = chosen.shape[0]
-    many = Proposal(
-        *(part.expand(rows, -1) for part in (proposal.tokens, proposal.parent)),
-        proposal.valid.expand(rows, -1),
-    )
-    verdict = rule(many, chosen)
-    first = Counter()
-    for row in weight.nonzero()[:, 0].tolist():
-        path = verdict.path[row, : int(verdict.length[row])]
-        new = (*proposal.tokens[0, path - 1].tolist(), int(verdict.next[row]))[:left]
-        first[new] += float(weight[row])
-    out = Counter()
-    for new, share in first.items():
-        for rest, more in output_law(
-            model, (*context, *new), tree, left - len(new), rule, draws
-        ).items():
-            out[(*new, *rest)] += share * more
-    return out
+def answer(model, tree, coins, rule=point_mass):
+    """LENGTH tokens by rounds of draft and verify."""
+    context = ()
+    while len(context) < LENGTH:
+        proposal = propose(model, context, tree)
+        logits = torch.stack([model.logits(c) for c in node_contexts(context, proposal)])
+        verdict = rule(Laws(logits[None], model.sampling), proposal, coins)
+        path = verdict.path[0, : int(verdict.length)]
+        context = (*context, *proposal.tokens[0, path - 1].tolist(), int(verdict.next))
+    return context[:LENGTH]
 
 
 def target_law(model, context, left):
@@ -106,42 +88,40 @@ def target_law(model, context, left):
     }
 
 
-def distance(out, want):
-    """Total variation."""
-    return sum(abs(out.get(k, 0.0) - want.get(k, 0.0)) for k in {*out, *want}) / 2
-
-
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 def test_the_output_law_is_the_targets(tree, sampling):
     for seed in range(2):
         model = ToyModel(seed, sampling)
-        out, want = output_law(model, (), tree, LENGTH), target_law(model, (), LENGTH)
-        assert distance(out, want) < 1e-12
+        out = law_of(lambda coins, model=model: answer(model, tree, coins))
+        assert distance(out, target_law(model, (), LENGTH)) < 1e-12
 
 
-def redrawing(proposal, chosen):
+def redrawing(laws, proposal, coins):
     """A wrong rule: after a miss it draws anew instead of emitting the token that was drawn."""
-    first, again = chosen.chunk(2, dim=1)
-    verdict = verify(proposal, first)
-    nodes = torch.cat([torch.zeros_like(verdict.path[:, :1]), verdict.path], dim=1)
-    last = nodes.gather(1, verdict.length[:, None])
-    return replace(verdict, next=again.gather(1, last)[:, 0])
+    verdict = point_mass(laws, proposal, coins)
+    last = int(verdict.path[0, -1]) if int(verdict.length) else 0
+    zero = torch.zeros(1, dtype=torch.long)
+    return replace(verdict, next=laws.token(zero, zero + last, coins))
 
 
 @pytest.mark.parametrize("name", ["chain1", "chain2", "siblings"])
 def test_redrawing_after_a_miss_is_biased_and_the_enumeration_sees_it(name):
     model, tree = ToyModel(0, Sampling(1.0)), TREES[name]
-    want = target_law(model, (), 2)
-    assert distance(output_law(model, (), tree, 2, redrawing, draws=2), want) > 0.05
-    ignoring = output_law(model, (), tree, 2, lambda p, chosen: verify(p, chosen.chunk(2, 1)[0]), 2)
-    assert distance(ignoring, want) < 1e-12  # the second draws alone change nothing
+    want = target_law(model, (), LENGTH)
+    assert distance(law_of(lambda coins: answer(model, tree, coins, redrawing)), want) > 0.05
 
 
 def proposal_of(tokens, parent, valid=None):
     tokens = torch.tensor(tokens)
     valid = torch.ones_like(tokens).bool() if valid is None else torch.tensor(valid).bool()
     return Proposal(tokens, torch.tensor(parent), valid)
+
+
+def verify(proposal, chosen):
+    """Greedy verification where the argmax of every node is as given."""
+    logits = torch.nn.functional.one_hot(chosen, 10).double()
+    return point_mass(Laws(logits, Sampling()), proposal, SeededCoins([0] * len(chosen)))
 
 
 def test_a_match_after_a_miss_is_not_accepted():
@@ -182,4 +162,4 @@ def test_draws_that_the_rule_is_not_exact_for_are_refused(draw):
 def test_greedy_choice_takes_the_lowest_id_of_a_tie(dtype):
     logits = torch.randint(0, 4, (1, 5, 3000)).to(dtype)
     first = [row.index(max(row)) for row in logits[0].tolist()]
-    assert choose(logits, Sampling(), None)[0].tolist() == first
+    assert Laws(logits, Sampling()).best[0].tolist() == first
