@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.drafters.projection import slot_logits
+from draftsmith.drafters.projection import slot_logits, top_tokens
 from draftsmith.drafters.proposal import Plan, Proposal, Verdict
 from draftsmith.drafters.slots import (
     Batch,
@@ -59,6 +59,7 @@ class MedusaHeads(nn.Module):
             else target.head_weight[draft_ids.to(target.device)]
         )
         self.register_buffer("rows", rows.detach(), persistent=False)  # [Vq, D]
+        self.width = rows.shape[0]
         self.register_buffer("draft_ids", draft_ids, persistent=False)  # [Vq] or None
         self.down: nn.Parameter | None = None  # [K, R, D]
         self.own: nn.Parameter | None = None  # [K, Vq, R or D]
@@ -89,6 +90,22 @@ class MedusaHeads(nn.Module):
         """The training waist: one group per root."""
         hidden = self.states(before_roots(states.final, roots))
         return SlotStates(hidden, self.head(), label_slots(batch, roots, self.depth))
+
+    def guesses(
+        self,
+        batch: Batch,
+        states: TargetStates,
+        roots: Roots,
+        *,
+        slots: int,
+        count: int,
+        chunk: int,
+    ) -> Tensor:
+        """The best guesses of slots 1..`slots` of every root, [N, slots, count]."""
+        head = self.head()
+        head = Head(head.shared, None if head.own is None else head.own[:slots], head.ids)
+        hidden = self.states(before_roots(states.final, roots))[:, :slots]
+        return top_tokens(hidden, head, count, chunk=chunk, adjust=self.adjust)
 
     def start(self, ids: Tensor, states: TargetStates) -> MedusaState:
         """After prefill: a prompt [B, T] and its states [B, T, D]; the heads read the last one."""
@@ -143,8 +160,11 @@ class MedusaHeads(nn.Module):
 
     @torch.no_grad()
     def load_native(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `native_tensors` gave; names and shapes must be the same."""
-        for name, view in self.named_slices().items():
+        """Take over what `native_tensors` gave. Raises ValueError for other names or shapes."""
+        expected = self.named_slices()
+        if {k: v.shape for k, v in expected.items()} != {k: v.shape for k, v in tensors.items()}:
+            raise ValueError(f"{self.native_file} holds other tensors than its drafter has")
+        for name, view in expected.items():
             view.copy_(tensors[name])
 
     def native_config(self, meta: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,36 +1,70 @@
 """Every drafter there is: one literal table, one protocol."""
 
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, Self
 
+import torch
 from torch import Tensor, nn
 
+from draftsmith.drafters.lookup import PromptLookup
 from draftsmith.drafters.medusa import MedusaHeads
 from draftsmith.drafters.proposal import Plan, Proposal, Verdict
 from draftsmith.drafters.slots import Batch, Head, Roots, SlotStates, TargetStates
 from draftsmith.drafters.target import Target
-from draftsmith.recipes.schema import MedusaConfig
+from draftsmith.recipes.schema import DrafterConfig, MedusaConfig, PromptLookupConfig
 
 
 class Drafter(Protocol):
-    """What training and decoding ask of a drafter (MedusaHeads shows the shapes)."""
+    """What decoding, measuring and keeping ask of a drafter, a torch module (MedusaHeads shows the
+    shapes).
+    """
 
-    depth: int
+    config: Any
+    depth: int  # K, the slots
+    width: int  # guesses that a slot can rank
+    draft_ids: Tensor | None  # [Vq] the target ids that it may draft, ascending; None: all
+    native_file: str | None  # where its tensors are; None: it has none
 
-    def head(self) -> Head: ...
-    def slots(self, batch: Batch, states: TargetStates, roots: Roots) -> SlotStates: ...
+    def __init__(self, config: Any, target: Target, draft_ids: Tensor | None) -> None: ...
+    def to(self, where: Any) -> Self: ...
+    def eval(self) -> Self: ...
     def start(self, ids: Tensor, states: TargetStates) -> Any: ...
     def propose(self, state: Any, root: Tensor, plan: Plan) -> Proposal: ...
     def commit(
         self, state: Any, proposal: Proposal, verdict: Verdict, states: TargetStates
     ) -> Any: ...
+    def guesses(
+        self,
+        batch: Batch,
+        states: TargetStates,
+        roots: Roots,
+        *,
+        slots: int,
+        count: int,
+        chunk: int,
+    ) -> Tensor: ...
     def cache_bytes_per_token(self) -> int: ...
+    def native_tensors(self) -> dict[str, Tensor]: ...
+    def load_native(self, tensors: Mapping[str, Tensor]) -> None: ...
+    def native_config(self, meta: Mapping[str, Any]) -> dict[str, Any]: ...
 
 
-METHODS = {"medusa": MedusaHeads}
-CONFIGS = {"medusa": MedusaConfig}
+class Learned(Drafter, Protocol):
+    """What training asks beyond that."""
+
+    def head(self) -> Head: ...
+    def slots(self, batch: Batch, states: TargetStates, roots: Roots) -> SlotStates: ...
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
 
-def build(config: MedusaConfig, target: Target, draft_ids: Tensor | None) -> MedusaHeads:
+METHODS: dict[str, type[Drafter]] = {"medusa": MedusaHeads, "prompt_lookup": PromptLookup}
+CONFIGS: dict[str, type[DrafterConfig]] = {
+    "medusa": MedusaConfig,
+    "prompt_lookup": PromptLookupConfig,
+}
+
+
+def build(config: DrafterConfig, target: Target, draft_ids: Tensor | None) -> Drafter:
     """A fresh drafter in fp32 on the target's device. draft_ids: ascending target ids, or None for
     all.
     """
@@ -38,6 +72,6 @@ def build(config: MedusaConfig, target: Target, draft_ids: Tensor | None) -> Med
     return drafter.to(target.device)
 
 
-def trainable(drafter: nn.Module) -> dict[str, nn.Parameter]:
+def trainable(drafter: Learned) -> dict[str, nn.Parameter]:
     """The drafter's own parameters by name."""
     return {name: value for name, value in drafter.named_parameters() if value.requires_grad}

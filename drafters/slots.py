@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 
+NO_GUESS = -1  # where a drafter's guesses end: no token
+
+
 @dataclass(frozen=True)
 class Batch:
     """Packed rows. `documents` numbers the documents of a row; -1 is padding."""
@@ -108,6 +111,15 @@ def label_slots(batch: Batch, roots: Roots, depth: int) -> SlotLabels:
 def before_roots(states: Tensor, roots: Roots) -> Tensor:
     """The state just before every root, [N, D] from [B, T, D]: what Medusa and MTP read."""
     return states[roots.row, roots.position - 1]
+
+
+def texts_to_roots(batch: Batch, roots: Roots) -> list[Tensor]:
+    """Every root's document up to and with the root, [T] each on the CPU."""
+    ids, positions = batch.ids.cpu(), batch.positions.cpu()
+    return [
+        ids[row, at - int(positions[row, at]) : at + 1]
+        for row, at in zip(roots.row.tolist(), roots.position.tolist(), strict=True)
+    ]
 
 
 def before_output(states: Tensor, row: int, *, prompt: int, output: int) -> Tensor:

@@ -8,9 +8,15 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.methods import Drafter
-from draftsmith.drafters.projection import slot_logits
 from draftsmith.drafters.sampler import Sampling, standardise
-from draftsmith.drafters.slots import Batch, Head, TargetStates, all_roots, before_output
+from draftsmith.drafters.slots import (
+    NO_GUESS,
+    Batch,
+    TargetStates,
+    all_roots,
+    before_output,
+    label_slots,
+)
 from draftsmith.drafters.target import Target
 
 TOKENS_AT_ONCE = 8192  # of a padded batch: bounds the memory of a pass
@@ -165,21 +171,18 @@ def first_slot_alpha(
 def slot_overlap(
     target: Target, drafter: Drafter, batch: Batch, states: TargetStates, sampling: Sampling
 ) -> tuple[float, int]:
-    """Sum of p(first guess) and number of contexts in a batch."""
-    slots = drafter.slots(batch, states, all_roots(batch))
-    groups = torch.nonzero(slots.labels.valid[:, 0])[:, 0]
-    head = slots.head
-    head = Head(head.shared, None if head.own is None else head.own[:1], head.ids)
+    """Sum of p(first guess) and number of contexts in a batch; without a guess nothing overlaps."""
+    roots = all_roots(batch)
+    labels = label_slots(batch, roots, 1)
+    guess = drafter.guesses(batch, states, roots, slots=1, count=1, chunk=LOGITS_AT_ONCE)[:, 0, 0]
+    groups = torch.nonzero(labels.valid[:, 0] & (guess != NO_GUESS))[:, 0]
     total = 0.0
     for start in range(0, len(groups), LOGITS_AT_ONCE):
         chosen = groups[start : start + LOGITS_AT_ONCE]
-        guess = slot_logits(slots.hidden[chosen, :1], head, target.adjust)[:, 0].argmax(-1)  # [n]
-        guess = guess if head.ids is None else head.ids[guess]
-        labels = slots.labels
         context = states.final[labels.teacher_row[chosen, 0], labels.teacher_position[chosen, 0]]
         p = standardise(target.logits(context).float(), sampling)  # [n, V]
-        total += float(p.gather(1, guess[:, None]).sum())
-    return total, len(groups)
+        total += float(p.gather(1, guess[chosen][:, None]).sum())
+    return total, int(labels.valid.sum())
 
 
 def grouped(answers: Sequence[Answer]) -> Iterator[list[int]]:

@@ -162,7 +162,7 @@ def load_subject(folder: Path, overrides: Sequence[str]) -> Subject:
 
 def bushy_tree(drafter: Drafter) -> Tree:
     """Three guesses of the first slot (if it has as many), each with a chain below."""
-    ranks = range(min(3, drafter.head().rows))
+    ranks = range(min(3, drafter.width))
     return Tree(tuple((rank, *(0,) * more) for rank in ranks for more in range(drafter.depth)))
 
 

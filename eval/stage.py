@@ -113,7 +113,7 @@ def evaluate_checkpoint(folder: Path, recipe: Recipe) -> Path:
             f"{folder} carries no calibration, which the tree search needs; "
             "evaluate its run once, which writes it"
         )
-    depth = drafter_config(meta).heads
+    depth = drafter_config(meta).depth
     calibration = from_json(meta["calibration"], folder, depth=depth)
     set_threads(recipe.eval)
     target = Target.load(recipe.target)

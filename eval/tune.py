@@ -106,7 +106,7 @@ def choose_tree(
 ) -> tuple[Choice, list[RoundCost]]:
     """The tree with the most tokens per second, or of `nodes` nodes; and costs of `extra` trees."""
     sizes = calibration.sizes if nodes is None else [nodes]
-    rows = drafter.head().rows  # a drafter cannot guess more tokens than it has
+    rows = drafter.width  # a drafter cannot guess more tokens than it has
     trees = [calibration.tree(size, rows).to(target.device) for size in sizes]
     costs = measure_costs(target, drafter, [*trees, *extra], context=context, sampling=Sampling())
     mine, others = costs[: len(trees)], costs[len(trees) :]

@@ -5,7 +5,7 @@ Blocks are frozen and refuse unknown keys; `recipes/load.py` says errors in one 
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Positive = Annotated[int, Field(ge=1, le=2**31)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -70,6 +70,39 @@ class MedusaConfig(Block):
     projection: Literal["shared", "low_rank", "own"] = "shared"
     rank: Positive = 64  # of low_rank
     draft_vocab: Positive | None = None  # rows of the head that drafts may use; None: all
+
+    @property
+    def depth(self) -> int:
+        """K, the slots."""
+        return self.heads
+
+
+class PromptLookupConfig(Block):
+    """Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding): what followed the same tokens
+    earlier in the prompt and the answer. Nothing is trained.
+    """
+
+    kind: Literal["prompt_lookup"]
+    max_ngram: Annotated[int, Field(ge=1, le=64)] = 3  # tokens at the end that are looked for first
+    min_ngram: Annotated[int, Field(ge=1, le=64)] = 1  # and last
+    draft_tokens: Annotated[int, Field(ge=1, le=63)] = 10
+
+    @model_validator(mode="after")
+    def check_ngrams(self) -> Self:
+        """Something must be looked for."""
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(
+                f"min_ngram: {self.min_ngram} is more than max_ngram ({self.max_ngram})"
+            )
+        return self
+
+    @property
+    def depth(self) -> int:
+        """K, the slots."""
+        return self.draft_tokens
+
+
+DrafterConfig = MedusaConfig | PromptLookupConfig
 
 
 class ObjectiveConfig(Block):
@@ -146,8 +179,14 @@ class Recipe(Block):
     runs: Text = "runs"  # folder that holds the run's folder
     target: TargetConfig
     data: DataConfig = DataConfig()
-    drafter: MedusaConfig = MedusaConfig()
+    drafter: Annotated[DrafterConfig, Field(discriminator="kind")] = MedusaConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
+
+    @field_validator("drafter", mode="before")
+    @classmethod
+    def default_kind(cls, given: object) -> object:
+        """A drafter that does not say its kind is Medusa's."""
+        return {"kind": "medusa", **given} if isinstance(given, dict) else given
