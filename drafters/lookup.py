@@ -19,6 +19,7 @@ from draftsmith.drafters.slots import NO_GUESS, Batch, Roots, TargetStates, text
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.schema import PromptLookupConfig
 
+
 class PromptLookup(nn.Module):
     """Nothing trained, nothing kept but the text."""
 

@@ -3,15 +3,15 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, Self
 
-import torch
 from torch import Tensor, nn
 
 from draftsmith.drafters.lookup import PromptLookup
 from draftsmith.drafters.medusa import MedusaHeads
+from draftsmith.drafters.ngram import NgramTable
 from draftsmith.drafters.proposal import Plan, Proposal, Verdict
 from draftsmith.drafters.slots import Batch, Head, Roots, SlotStates, TargetStates
 from draftsmith.drafters.target import Target
-from draftsmith.recipes.schema import DrafterConfig, MedusaConfig, PromptLookupConfig
+from draftsmith.recipes.schema import DrafterConfig, MedusaConfig, NgramConfig, PromptLookupConfig
 
 
 class Drafter(Protocol):
@@ -57,9 +57,14 @@ class Learned(Drafter, Protocol):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
 
-METHODS: dict[str, type[Drafter]] = {"medusa": MedusaHeads, "prompt_lookup": PromptLookup}
+METHODS: dict[str, type[Drafter]] = {
+    "medusa": MedusaHeads,
+    "ngram": NgramTable,
+    "prompt_lookup": PromptLookup,
+}
 CONFIGS: dict[str, type[DrafterConfig]] = {
     "medusa": MedusaConfig,
+    "ngram": NgramConfig,
     "prompt_lookup": PromptLookupConfig,
 }
 

@@ -48,7 +48,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a drafter is asked to draft: the shape, the law of sampled drafts, and the coins.
+    """How a drafter is asked to draft: the shape, the law of sampled drafts, the coins, and how
+    siblings are drawn (`point`: the likeliest tokens, nothing is drawn).
 
     A drafter whose guesses are fixed reads the shape alone and answers with draw `point`.
     """
@@ -56,3 +57,4 @@ class Plan:
     tree: Tree
     sampling: Sampling
     coins: Coins
+    draw: Draw = "point"

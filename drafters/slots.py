@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
 NO_GUESS = -1  # where a drafter's guesses end: no token
 
 
@@ -120,6 +119,16 @@ def texts_to_roots(batch: Batch, roots: Roots) -> list[Tensor]:
         ids[row, at - int(positions[row, at]) : at + 1]
         for row, at in zip(roots.row.tolist(), roots.position.tolist(), strict=True)
     ]
+
+
+def tokens_up_to(batch: Batch, count: int, *, fill: int) -> Tensor:
+    """The last `count` tokens up to and with every position, [B, T, count]; `fill` where its
+    document has fewer.
+    """
+    back = torch.arange(count - 1, -1, -1, device=batch.ids.device)
+    at = torch.arange(batch.ids.shape[1], device=batch.ids.device)[:, None] - back  # [T, count]
+    inside = batch.positions[..., None] >= back
+    return torch.where(inside, batch.ids[:, at.clamp(min=0)], fill)
 
 
 def before_output(states: Tensor, row: int, *, prompt: int, output: int) -> Tensor:

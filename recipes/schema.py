@@ -102,7 +102,24 @@ class PromptLookupConfig(Block):
         return self.draft_tokens
 
 
-DrafterConfig = MedusaConfig | PromptLookupConfig
+class NgramConfig(Block):
+    """A table of n-grams with back-off, counted on the distilled answers; no gradient steps
+    (Leviathan et al., 2211.17192, section 4.2: bigrams).
+    """
+
+    kind: Literal["ngram"]
+    order: Annotated[int, Field(ge=1, le=4)] = 2  # tokens of the longest grams; 2: bigrams
+    # The law of the next shorter grams counts like so many occurrences.
+    backoff: Annotated[float, Field(gt=0.0)] = 1.0
+    draft_tokens: Annotated[int, Field(ge=1, le=63)] = 3
+
+    @property
+    def depth(self) -> int:
+        """K, the slots."""
+        return self.draft_tokens
+
+
+DrafterConfig = MedusaConfig | PromptLookupConfig | NgramConfig
 
 
 class ObjectiveConfig(Block):
