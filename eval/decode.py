@@ -17,6 +17,7 @@ from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.slots import TargetStates
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree
+from draftsmith.eval.history import History, history_for
 from draftsmith.eval.verify import Laws, Rule, point_mass
 from draftsmith.recipes.errors import UserError
 
@@ -57,6 +58,7 @@ class Loop:
     coins: Coins
     cache: TargetCache
     rule: Rule = point_mass
+    history: History | None = None  # for a repetition penalty
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ def decode(
     tree: Tree | None = None,
     seed: int = 0,
     eos_ids: tuple[int, ...] | None = None,
+    rule: Rule = point_mass,
 ) -> Decoded:
     """Answer one prompt. `tree` shapes the drafts (given with a drafter). EOS stays in the output.
 
@@ -97,7 +100,8 @@ def decode(
     coins = SeededCoins([seed])
     stops = target.eos_ids if eos_ids is None else eos_ids
     began = clock(target)
-    loop = Loop(target, drafter, tree, sampling, coins, target.new_cache())
+    history = history_for(sampling, [prompt_ids], target.vocab_size, target.device)
+    loop = Loop(target, drafter, tree, sampling, coins, target.new_cache(), rule, history)
     ids = torch.tensor([prompt_ids], device=target.device)
     states = prefill(target, ids, loop.cache)
     root = first_token(loop, states)
@@ -129,9 +133,12 @@ def prefill(target: Target, prompt: Tensor, cache: TargetCache) -> TargetStates:
 
 def first_token(loop: Loop, states: TargetStates) -> Tensor:
     """The token [B] that prefill gives: the first root."""
-    laws = Laws(loop.target.logits(states.final[:, -1:]), loop.sampling)
+    laws = Laws(loop.target.logits(states.final[:, -1:]), loop.sampling, loop.history)
     rows = torch.arange(states.final.shape[0], device=states.final.device)
-    return laws.token(rows, torch.zeros_like(rows), loop.coins)
+    root = laws.token(rows, torch.zeros_like(rows), loop.coins)
+    if loop.history is not None:
+        loop.history.add(root)
+    return root
 
 
 def play(loop: Loop, state: Any, root: Tensor) -> Played:
@@ -141,13 +148,15 @@ def play(loop: Loop, state: Any, root: Tensor) -> Played:
     if drafter is None or tree is None:
         proposal = empty_proposal(root)
     else:
-        proposal = drafter.propose(state, root, Plan(tree, loop.sampling, loop.coins))
+        proposal = drafter.propose(state, root, Plan(tree, loop.sampling.for_drafts(), loop.coins))
     drafted = clock(target)
     length = cache.length
     hidden = target.step(*layout(root, proposal, tree, length), cache, tree_mask(tree, length))
-    laws = Laws(target.logits(hidden), loop.sampling)
+    laws = Laws(target.logits(hidden), loop.sampling, loop.history, proposal)
     verified = clock(target)
     verdict = loop.rule(laws, proposal, loop.coins)
+    if loop.history is not None:
+        loop.history.commit(proposal, verdict)
     path = kept_nodes(verdict)
     cache.keep(length, path)
     if drafter is not None:

@@ -11,6 +11,7 @@ from draftsmith.drafters.proposal import Proposal
 from draftsmith.drafters.sampler import Sampling, standardise
 from draftsmith.drafters.tree import Tree, chain
 from draftsmith.eval.verify import Laws, point_mass
+from draftsmith.recipes.errors import UserError
 from tests.coins import distance, law_of
 
 V, LENGTH = 3, 3
@@ -154,8 +155,10 @@ def test_draws_that_the_rule_is_not_exact_for_are_refused(draw):
     tokens = torch.tensor([[1]])
     q = torch.ones(1, 1, 4) / 4
     proposal = Proposal(tokens, torch.zeros_like(tokens), tokens.bool(), q, draw)
-    with pytest.raises(ValueError, match="exact for draw 'point'"):
-        verify(proposal, torch.tensor([[1, 1]]))
+    with pytest.raises(UserError, match="point_mass is for draw 'point', not for"):
+        point_mass(Laws(torch.zeros(1, 2, 4), Sampling(1.0)), proposal, SeededCoins([0]))
+    verdict = verify(proposal, torch.tensor([[1, 2]]))  # greedy decoding weighs nothing by q
+    assert verdict.length.tolist() == [1] and verdict.next.tolist() == [2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
