@@ -10,15 +10,14 @@ from pathlib import Path
 import psutil
 import torch
 
+from draftsmith.data.needs import FULL, TRAINED, estimate_memory, trained_parameters
 from draftsmith.data.prompts import load_prompts
 from draftsmith.drafters.target import TargetShape, describe, pick_device
 from draftsmith.recipes.entry import run_folder
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import user_path
-from draftsmith.recipes.schema import DistilConfig, EvalConfig, MedusaConfig, Recipe
+from draftsmith.recipes.schema import DistilConfig, DrafterConfig, EvalConfig, MedusaConfig, Recipe
 
-BYTES = {"bfloat16": 2, "float32": 4}
-FULL = 4  # bytes of an fp32 number: what is trained, its gradient and its two moments
 ROW_BYTES = 14  # of a row's file per token: its id and its text
 CHARACTERS = 3.5  # per token of a prompt: a cautious guess, no tokenizer is asked
 TEMPLATE_TOKENS = 40  # what a chat template adds to a prompt
@@ -74,16 +73,23 @@ def make_plan(recipe: Recipe) -> Plan:
 
 def check_steps(recipe: Recipe) -> None:
     """Knobs that must fit each other."""
-    train, data, drafter = recipe.train, recipe.data, recipe.drafter
-    if train.rows_per_step % train.rows_per_micro_batch:
-        raise UserError(
-            f"train.rows_per_micro_batch: {train.rows_per_micro_batch} does not divide "
-            f"train.rows_per_step ({train.rows_per_step}); give one of its divisors"
-        )
+    data = recipe.data
+    if recipe.drafter.trained_slots:
+        check_training(recipe)
     if data.max_prompt_tokens >= data.max_length:
         raise UserError(
             f"data.max_prompt_tokens: {data.max_prompt_tokens} leaves no room for an answer in "
             f"rows of data.max_length ({data.max_length}); lower the first or raise the second"
+        )
+
+
+def check_training(recipe: Recipe) -> None:
+    """Knobs of gradient steps."""
+    train, slots = recipe.train, recipe.drafter.trained_slots
+    if train.rows_per_step % train.rows_per_micro_batch:
+        raise UserError(
+            f"train.rows_per_micro_batch: {train.rows_per_micro_batch} does not divide "
+            f"train.rows_per_step ({train.rows_per_step}); give one of its divisors"
         )
     weights = len(recipe.objective.slot_weights)
     if recipe.objective.weights != "list" and weights:
@@ -91,10 +97,9 @@ def check_steps(recipe: Recipe) -> None:
             f"objective.slot_weights: not used with objective.weights: {recipe.objective.weights}; "
             "write objective.weights: list, or leave them out"
         )
-    if recipe.objective.weights == "list" and weights != drafter.heads:
+    if recipe.objective.weights == "list" and weights != slots:
         raise UserError(
-            f"objective.slot_weights: {weights} given, drafter.heads is {drafter.heads}; "
-            "give one weight per head"
+            f"objective.slot_weights: {weights} given for {slots} slots; give one weight per slot"
         )
 
 
@@ -110,30 +115,36 @@ def check_trackers(recipe: Recipe) -> None:
 
 def check_target(recipe: Recipe, shape: TargetShape) -> None:
     """What the target's config and tokenizer rule out."""
-    name, drafter = recipe.target.model, recipe.drafter
+    name = recipe.target.model
     if shape.template is None:
         raise UserError(
             f"target.model: the tokenizer of {name} has no chat template, so it cannot be asked to "
             "answer prompts; give an instruction-tuned model"
         )
-    if drafter.draft_vocab is not None and drafter.draft_vocab > shape.vocab_size:
-        raise UserError(
-            f"drafter.draft_vocab: {drafter.draft_vocab} is more than the {shape.vocab_size} "
-            f"tokens of {name}; give fewer, or null for all"
-        )
-    if drafter.projection == "low_rank" and drafter.rank > shape.hidden_size:
-        raise UserError(
-            f"drafter.rank: {drafter.rank} is more than the hidden size of {name} "
-            f"({shape.hidden_size}), a low rank is less"
-        )
+    check_drafter(recipe.drafter, shape, name)
     longest = {"data.distil.max_new_tokens": recipe.data.distil.max_new_tokens}
-    longest["eval.max_new_tokens"] = recipe.eval.max_new_tokens + drafter.heads
+    longest["eval.max_new_tokens"] = recipe.eval.max_new_tokens + recipe.drafter.depth
     for key, answer in longest.items():
         if recipe.data.max_prompt_tokens + answer > shape.max_positions:
             raise UserError(
                 f"{key}: prompts of up to {recipe.data.max_prompt_tokens} tokens and answers of "
                 f"{answer} exceed the {shape.max_positions} positions of {name}; "
                 f"lower it or data.max_prompt_tokens"
+            )
+
+
+def check_drafter(drafter: DrafterConfig, shape: TargetShape, name: str) -> None:
+    """What of a drafter the target's shape rules out."""
+    match drafter:
+        case MedusaConfig(draft_vocab=int(rows)) if rows > shape.vocab_size:
+            raise UserError(
+                f"drafter.draft_vocab: {rows} is more than the {shape.vocab_size} "
+                f"tokens of {name}; give fewer, or null for all"
+            )
+        case MedusaConfig(projection="low_rank", rank=rank) if rank > shape.hidden_size:
+            raise UserError(
+                f"drafter.rank: {rank} is more than the hidden size of {name} "
+                f"({shape.hidden_size}), a low rank is less"
             )
 
 
@@ -146,7 +157,7 @@ def find_notes(recipe: Recipe, steps: int | None) -> tuple[str, ...]:
         for block, knobs in filters.items()
         if knobs.temperature == 0 and (knobs.top_p < 1 or knobs.top_k > 0)
     ]
-    if steps is not None and optim.warmup_steps >= steps:
+    if steps and optim.warmup_steps >= steps:
         found.append(f"optim.warmup_steps ({optim.warmup_steps}) outlasts the training")
     if distil.temperature == 0 and distil.greedy_share > 0:
         found.append(
@@ -197,37 +208,12 @@ def estimate_tokens(recipe: Recipe, prompts: int, characters: int) -> int:
 def estimate_steps(recipe: Recipe, tokens: int | None) -> int | None:
     """Optimizer steps, every packed row full."""
     train = recipe.train
+    if not recipe.drafter.trained_slots:
+        return 0
     if tokens is None:
         return train.max_steps
     per_epoch = ceil(ceil(tokens / recipe.data.max_length) / train.rows_per_step)
     return min(train.epochs * per_epoch, train.max_steps or train.epochs * per_epoch)
-
-
-def trained_parameters(config: MedusaConfig, shape: TargetShape) -> int:
-    """Parameters of the Medusa heads (a test counts the real ones)."""
-    size, rows = shape.hidden_size, config.draft_vocab or shape.vocab_size
-    extra = {"shared": 0, "low_rank": config.rank * (size + rows), "own": rows * size}
-    return config.heads * (size * size + size + extra[config.projection])
-
-
-def estimate_memory(recipe: Recipe, shape: TargetShape, trained: int) -> dict[str, int]:
-    """Bytes of one training step, by part."""
-    train, drafter = recipe.train, recipe.drafter
-    width = BYTES[recipe.target.dtype]
-    positions = train.rows_per_micro_batch * recipe.data.max_length
-    rows = drafter.draft_vocab or shape.vocab_size
-    # Cross-entropy works in one buffer; the divergences hold the teacher and their temporaries too.
-    buffers = 2 if recipe.objective.loss == "ce" else 5
-    return {
-        "frozen weights": shape.parameters * width,
-        "trained weights, gradients, optimizer": trained * 4 * FULL,
-        "one chunk of logits": buffers * train.chunk * drafter.heads * rows * FULL,
-        # A layer's widest moment (an MLP of four times the width), the mask between documents.
-        "target's activations": positions
-        * (16 * shape.hidden_size + recipe.data.max_length)
-        * width,
-        "slot states and their gradients": 4 * positions * drafter.heads * shape.hidden_size * FULL,
-    }
 
 
 def device_memory(recipe: Recipe) -> int:
@@ -270,7 +256,7 @@ def check_room(plan: Plan) -> None:
             f"the run needs {size(sum(plan.disk.values()))} of disk and {size(plan.disk_free)} are "
             "free; free some, give another folder (runs=FOLDER), or lower train.keep_checkpoints"
         )
-    certain = plan.memory["frozen weights"] + plan.memory["trained weights, gradients, optimizer"]
+    certain = plan.memory["frozen weights"] + plan.memory[TRAINED]
     if certain > plan.memory_total:
         raise UserError(
             f"the weights alone need {size(certain)} of memory and the device has "
@@ -293,6 +279,7 @@ def number(count: int | None, unknown: str = "not known before the prompts are l
 
 def render(plan: Plan, recipe: Recipe) -> str:
     """The plan as text."""
+    step = "a training step" if recipe.drafter.trained_slots else "use"
     needed, whole = sum(plan.memory.values()), sum(plan.disk.values())
     tight = " (may not fit: lower train.rows_per_micro_batch)" if needed > plan.memory_total else ""
     at_most = "" if plan.tokens is None else "at most "
@@ -306,7 +293,7 @@ def render(plan: Plan, recipe: Recipe) -> str:
         ),
         ("tokens", at_most + number(plan.tokens)),
         ("steps", at_most + number(plan.steps)),
-        ("memory", f"about {size(needed)} of {size(plan.memory_total)} in a training step{tight}"),
+        ("memory", f"about {size(needed)} of {size(plan.memory_total)} in {step}{tight}"),
         *(("", f"{size(count):>10}  {part}") for part, count in plan.memory.items()),
         ("disk", f"about {size(whole)}, {size(plan.disk_free)} are free"),
         *(("", f"{size(count):>10}  {part}") for part, count in plan.disk.items()),

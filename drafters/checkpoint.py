@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftsmith.drafters.card import model_card
-from draftsmith.drafters.methods import CONFIGS, METHODS, Drafter, build
+from draftsmith.drafters.methods import CONFIGS, Drafter, build
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree
 from draftsmith.recipes.errors import UserError
@@ -79,9 +79,9 @@ def load_drafter(folder: Path, target: Target) -> Drafter:
     meta = read_metadata(folder)
     check_target(meta, target, folder)
     config = drafter_config(meta)
-    tensors = read_weights(folder, METHODS[config.kind].native_file)
     ids = None if meta["draft_vocab"] is None else torch.tensor(meta["draft_vocab"])
     drafter = build(config, target, ids)
+    tensors = read_weights(folder, drafter.native_file)
     try:
         drafter.load_native(tensors)
     except ValueError as error:

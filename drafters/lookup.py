@@ -7,7 +7,7 @@ transformers' PromptLookupCandidateGenerator does. (That one also ends drafts be
 since its loop would read past it.) Without an occurrence nothing is drafted.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,9 @@ class PromptLookup(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.depth = config, config.draft_tokens
+
+    def count(self, texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> None:
+        """Answers teach nothing here."""
 
     def find(self, text: Tensor, count: int) -> Tensor:
         """At most `count` drafts after a text [T]."""

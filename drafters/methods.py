@@ -1,6 +1,6 @@
 """Every drafter there is: one literal table, one protocol."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
@@ -19,11 +19,15 @@ class Drafter(Protocol):
     shapes).
     """
 
-    config: Any
     depth: int  # K, the slots
     width: int  # guesses that a slot can rank
-    draft_ids: Tensor | None  # [Vq] the target ids that it may draft, ascending; None: all
-    native_file: str | None  # where its tensors are; None: it has none
+
+    @property
+    def config(self) -> DrafterConfig: ...
+    @property
+    def draft_ids(self) -> Tensor | None: ...  # [Vq] target ids that it may draft; None: all
+    @property
+    def native_file(self) -> str | None: ...  # where its tensors are; None: it has none
 
     def __init__(self, config: Any, target: Target, draft_ids: Tensor | None) -> None: ...
     def to(self, where: Any) -> Self: ...
@@ -55,6 +59,12 @@ class Learned(Drafter, Protocol):
     def head(self) -> Head: ...
     def slots(self, batch: Batch, states: TargetStates, roots: Roots) -> SlotStates: ...
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+
+class Untrained(Drafter, Protocol):
+    """What a drafter without gradient steps takes from the answers, if anything."""
+
+    def count(self, texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> None: ...
 
 
 METHODS: dict[str, type[Drafter]] = {

@@ -102,7 +102,7 @@ class NgramTable(nn.Module):
         """q after contexts [b, reach] (NO_TOKEN where a text is shorter): [b, V] fp32."""
         context, backoff = context.to(self.single.device), self.config.backoff
         single = self.single.float()
-        law = (single + backoff / self.width) / (single.sum() + backoff)
+        law: Tensor = (single + backoff / self.width) / (single.sum() + backoff)
         law = law.repeat(len(context), 1)
         for length, grams in enumerate(self.grams, start=1):
             assert isinstance(grams, Grams)

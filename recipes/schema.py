@@ -76,6 +76,11 @@ class MedusaConfig(Block):
         """K, the slots."""
         return self.heads
 
+    @property
+    def trained_slots(self) -> int:
+        """Slots that gradient steps are taken on; 0: none are."""
+        return self.heads
+
 
 class PromptLookupConfig(Block):
     """Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding): what followed the same tokens
@@ -101,6 +106,11 @@ class PromptLookupConfig(Block):
         """K, the slots."""
         return self.draft_tokens
 
+    @property
+    def trained_slots(self) -> int:
+        """Slots that gradient steps are taken on; 0: none are."""
+        return 0
+
 
 class NgramConfig(Block):
     """A table of n-grams with back-off, counted on the distilled answers; no gradient steps
@@ -117,6 +127,11 @@ class NgramConfig(Block):
     def depth(self) -> int:
         """K, the slots."""
         return self.draft_tokens
+
+    @property
+    def trained_slots(self) -> int:
+        """Slots that gradient steps are taken on; 0: none are."""
+        return 0
 
 
 DrafterConfig = MedusaConfig | PromptLookupConfig | NgramConfig

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from draftsmith.data import plan as planning
+from draftsmith.data.needs import trained_parameters
 from draftsmith.data.plan import (
     estimate_steps,
     free_disk,
     make_plan,
     render,
     size,
-    trained_parameters,
 )
 from draftsmith.drafters.methods import build, trainable
 from draftsmith.drafters.target import TargetShape, describe
@@ -114,7 +114,7 @@ def test_steps_are_an_upper_bound_that_max_steps_cuts(make) -> None:
         ({"eval": {"max_new_tokens": 4030}}, "eval.max_new_tokens: prompts of up to 64 tokens"),
         (
             {"objective": {"weights": "list", "slot_weights": [1.0, 1.0]}},
-            "objective.slot_weights: 2 given, drafter.heads is 5",
+            "objective.slot_weights: 2 given for 5 slots",
         ),
         ({"objective": {"slot_weights": [1.0]}}, "objective.slot_weights: not used with"),
         ({"target": {"model": "/nowhere"}}, "target.model: no folder /nowhere"),

@@ -1,0 +1,52 @@
+"""What a drafter needs to train: its parameters, and the bytes of a step."""
+
+from draftsmith.drafters.target import TargetShape
+from draftsmith.recipes.schema import DrafterConfig, MedusaConfig, Recipe
+
+BYTES = {"bfloat16": 2, "float32": 4}
+FULL = 4  # bytes of an fp32 number: what is trained, its gradient and its two moments
+FROZEN, TRAINED = "frozen weights", "trained weights, gradients, optimizer"
+
+
+def trained_parameters(config: DrafterConfig, shape: TargetShape) -> int:
+    """Parameters that take gradient steps (a test counts the real ones)."""
+    match config:
+        case MedusaConfig():
+            size, rows = shape.hidden_size, config.draft_vocab or shape.vocab_size
+            extra = {"shared": 0, "low_rank": config.rank * (size + rows), "own": rows * size}
+            return config.heads * (size * size + size + extra[config.projection])
+    return 0
+
+
+def estimate_memory(recipe: Recipe, shape: TargetShape, trained: int) -> dict[str, int]:
+    """Bytes of one training step, by part; of a walk over held-out answers where none is taken."""
+    train = recipe.train
+    width = BYTES[recipe.target.dtype]
+    positions = train.rows_per_micro_batch * recipe.data.max_length
+    return {
+        FROZEN: shape.parameters * width,
+        TRAINED: trained * 4 * FULL,
+        **step_memory(recipe.drafter, recipe, shape, positions),
+        # A layer's widest moment (an MLP of four times the width), the mask between documents.
+        "target's activations": positions
+        * (16 * shape.hidden_size + recipe.data.max_length)
+        * width,
+    }
+
+
+def step_memory(
+    config: DrafterConfig, recipe: Recipe, shape: TargetShape, positions: int
+) -> dict[str, int]:
+    """Bytes that the drafter's part of a step takes, by part."""
+    # Cross-entropy works in one buffer; the divergences hold the teacher and their temporaries too.
+    buffers = 2 if recipe.objective.loss == "ce" else 5
+    match config:
+        case MedusaConfig():
+            rows = config.draft_vocab or shape.vocab_size
+            logits = recipe.train.chunk * config.heads * rows
+            states = positions * config.heads * shape.hidden_size
+            return {
+                "one chunk of logits": buffers * logits * FULL,
+                "slot states and their gradients": 4 * states * FULL,
+            }
+    return {}
