@@ -53,6 +53,7 @@ def save_drafter(drafter: Drafter, folder: Path, metadata: dict[str, Any]) -> No
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         write_weights(temporary, drafter)
+        drafter.native_extras(temporary)
         write_json(temporary / CONFIG, drafter.native_config(meta))
         write_json(temporary / META, meta)
         write_text(temporary / CARD, model_card(meta))

@@ -17,9 +17,10 @@ class Context:
     root: Tensor | None = None  # [B] int64
 
     @staticmethod
-    def of(ids: Tensor) -> "Context":
-        """Prompts [B, T]."""
-        return Context(list(ids.cpu()))
+    def of(ids: Tensor, lengths: Tensor) -> "Context":
+        """Prompts [B, T] of these lengths [B]; what lies behind is no part of them."""
+        pairs = zip(ids.cpu(), lengths.tolist(), strict=True)
+        return Context([row[:length] for row, length in pairs])
 
     def texts(self, root: Tensor) -> list[Tensor]:
         """Every row's text up to and with its new root [B]."""
@@ -36,6 +37,10 @@ class Context:
                 for index, (row, one) in enumerate(zip(self.rows, split(self.root), strict=True))
             ]
         )
+
+    def select(self, rows: Tensor) -> "Context":
+        """These rows of the batch [b]."""
+        return Context([self.rows[row] for row in rows.tolist()])
 
 
 def split(root: Tensor) -> list[Tensor]:

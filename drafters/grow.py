@@ -61,7 +61,8 @@ def grow(plan: Plan, first: Tensor, below: Below, ids: Tensor | None = None) -> 
             drawn = choose(logits[:, place], family.ranks, plan)
             at = [child - 1 for child in family.children]
             tokens[:, at] = drawn.tokens if ids is None else ids[drawn.tokens]
-            valid[:, at] = drawn.valid
+            reached = valid[:, family.parent - 1] if family.parent else valid.new_ones(batch)
+            valid[:, at] = drawn.valid & reached[:, None]
             if q is not None:
                 q[:, at] = drawn.q
     return Proposal(tokens, tree.parent.expand(batch, -1), valid, q, plan.draw, ids)

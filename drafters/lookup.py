@@ -8,6 +8,7 @@ since its loop would read past it.) Without an occurrence nothing is drafted.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,9 +42,9 @@ class PromptLookup(nn.Module):
         sizes = self.config.max_ngram, self.config.min_ngram
         return continuation(text, longest=sizes[0], shortest=sizes[1])[:count]
 
-    def start(self, ids: Tensor, states: TargetStates) -> Context:
-        """After prefill: a prompt [B, T]."""
-        return Context.of(ids)
+    def start(self, ids: Tensor, lengths: Tensor, states: TargetStates) -> Context:
+        """After prefill: the prompts are the text so far."""
+        return Context.of(ids, lengths)
 
     def propose(self, state: Context, root: Tensor, plan: Plan) -> Proposal:
         """A chain as deep as the plan's tree, or as long as the text goes on."""
@@ -55,6 +56,10 @@ class PromptLookup(nn.Module):
     ) -> Context:
         """The text grows."""
         return state.after(proposal, verdict)
+
+    def select(self, state: Context, rows: Tensor) -> Context:
+        """These rows of the batch."""
+        return state.select(rows)
 
     def guesses(
         self,
@@ -91,6 +96,9 @@ class PromptLookup(nn.Module):
             "prompt_lookup_num_tokens": self.config.draft_tokens,
             "max_matching_ngram_size": self.config.max_ngram,
         }
+
+    def native_extras(self, folder: Path) -> None:
+        """None."""
 
 
 def continuation(text: Tensor, *, longest: int, shortest: int) -> Tensor:

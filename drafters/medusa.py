@@ -13,6 +13,7 @@ that layout cannot say (draft vocabulary, low-rank factors) lies under key names
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,9 +108,11 @@ class MedusaHeads(nn.Module):
         hidden = self.states(before_roots(states.final, roots))[:, :slots]
         return top_tokens(hidden, head, count, chunk=chunk, adjust=self.adjust)
 
-    def start(self, ids: Tensor, states: TargetStates) -> MedusaState:
+    def start(self, ids: Tensor, lengths: Tensor, states: TargetStates) -> MedusaState:
         """After prefill: a prompt [B, T] and its states [B, T, D]; the heads read the last one."""
-        return MedusaState(states.final[:, -1])
+        return MedusaState(
+            states.final[torch.arange(len(lengths), device=lengths.device), lengths - 1]
+        )
 
     @torch.no_grad()
     def propose(self, state: MedusaState, root: Tensor, plan: Plan) -> Proposal:
@@ -131,6 +134,10 @@ class MedusaHeads(nn.Module):
         """
         rows = torch.arange(verdict.length.shape[0], device=verdict.length.device)
         return MedusaState(states.final[rows, verdict.length])
+
+    def select(self, state: MedusaState, rows: Tensor) -> MedusaState:
+        """These rows of the batch."""
+        return MedusaState(state.hidden[rows])
 
     def cache_bytes_per_token(self) -> int:
         """None: the heads carry one state per row, however long the context."""
@@ -182,3 +189,6 @@ class MedusaHeads(nn.Module):
             "base_model_name_or_path": meta["target"]["model"],
             "version": "2",
         }
+
+    def native_extras(self, folder: Path) -> None:
+        """None."""

@@ -1,17 +1,25 @@
 """Every drafter there is: one literal table, one protocol."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
 
+from draftsmith.drafters.draft_model import DraftModel
 from draftsmith.drafters.lookup import PromptLookup
 from draftsmith.drafters.medusa import MedusaHeads
 from draftsmith.drafters.ngram import NgramTable
 from draftsmith.drafters.proposal import Plan, Proposal, Verdict
 from draftsmith.drafters.slots import Batch, Head, Roots, SlotStates, TargetStates
 from draftsmith.drafters.target import Target
-from draftsmith.recipes.schema import DrafterConfig, MedusaConfig, NgramConfig, PromptLookupConfig
+from draftsmith.recipes.schema import (
+    DrafterConfig,
+    DraftModelConfig,
+    MedusaConfig,
+    NgramConfig,
+    PromptLookupConfig,
+)
 
 
 class Drafter(Protocol):
@@ -32,11 +40,12 @@ class Drafter(Protocol):
     def __init__(self, config: Any, target: Target, draft_ids: Tensor | None) -> None: ...
     def to(self, where: Any) -> Self: ...
     def eval(self) -> Self: ...
-    def start(self, ids: Tensor, states: TargetStates) -> Any: ...
+    def start(self, ids: Tensor, lengths: Tensor, states: TargetStates) -> Any: ...
     def propose(self, state: Any, root: Tensor, plan: Plan) -> Proposal: ...
     def commit(
         self, state: Any, proposal: Proposal, verdict: Verdict, states: TargetStates
     ) -> Any: ...
+    def select(self, state: Any, rows: Tensor) -> Any: ...
     def guesses(
         self,
         batch: Batch,
@@ -51,6 +60,7 @@ class Drafter(Protocol):
     def native_tensors(self) -> dict[str, Tensor]: ...
     def load_native(self, tensors: Mapping[str, Tensor]) -> None: ...
     def native_config(self, meta: Mapping[str, Any]) -> dict[str, Any]: ...
+    def native_extras(self, folder: Path) -> None: ...
 
 
 class Learned(Drafter, Protocol):
@@ -68,11 +78,13 @@ class Untrained(Drafter, Protocol):
 
 
 METHODS: dict[str, type[Drafter]] = {
+    "draft_model": DraftModel,
     "medusa": MedusaHeads,
     "ngram": NgramTable,
     "prompt_lookup": PromptLookup,
 }
 CONFIGS: dict[str, type[DrafterConfig]] = {
+    "draft_model": DraftModelConfig,
     "medusa": MedusaConfig,
     "ngram": NgramConfig,
     "prompt_lookup": PromptLookupConfig,

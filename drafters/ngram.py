@@ -7,6 +7,7 @@ the back-off; below the single tokens lies the uniform law. An unseen context le
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -109,9 +110,9 @@ class NgramTable(nn.Module):
             grams.blend(law, self.keys(context, length), backoff)
         return law
 
-    def start(self, ids: Tensor, states: TargetStates) -> Context:
-        """After prefill: a prompt [B, T]."""
-        return Context.of(ids)
+    def start(self, ids: Tensor, lengths: Tensor, states: TargetStates) -> Context:
+        """After prefill: the prompts are the text so far."""
+        return Context.of(ids, lengths)
 
     def propose(self, state: Context, root: Tensor, plan: Plan) -> Proposal:
         """Drafts in any tree: every node's law reads the tokens before it."""
@@ -132,6 +133,10 @@ class NgramTable(nn.Module):
     ) -> Context:
         """The text grows."""
         return state.after(proposal, verdict)
+
+    def select(self, state: Context, rows: Tensor) -> Context:
+        """These rows of the batch."""
+        return state.select(rows)
 
     def guesses(
         self,
@@ -187,6 +192,9 @@ class NgramTable(nn.Module):
             "backoff": self.config.backoff,
             "vocab_size": self.width,
         }
+
+    def native_extras(self, folder: Path) -> None:
+        """None."""
 
 
 def tail(text: Tensor, length: int) -> Tensor:

@@ -134,7 +134,34 @@ class NgramConfig(Block):
         return 0
 
 
-DrafterConfig = MedusaConfig | PromptLookupConfig | NgramConfig
+class DraftModelConfig(Block):
+    """A small causal language model (Leviathan et al., 2211.17192): distilled from the target's own
+    layers, or ready ones, whose drafts are merged into one tree (SpecInfer, 2305.09781).
+    """
+
+    kind: Literal["draft_model"]
+    # ready models with the target's tokenizer, folders or Hub ids; none: one is distilled
+    models: tuple[Text, ...] = ()
+    layers: Positive = 4  # of the distilled one: taken from the target, evenly spread
+    # of the distilled one: the target's frozen embedding and head, or trained copies
+    embedding: Literal["shared", "own"] = "shared"
+    draft_vocab: Positive | None = None  # rows of its head that drafts may use; None: all
+    draft_tokens: Annotated[int, Field(ge=1, le=63)] = 4
+    # children of every node, by depth (SpecInfer's <k1, k2, ..>); empty: chain and searched tree
+    expansion: Annotated[tuple[Annotated[int, Field(ge=1, le=8)], ...], Field(max_length=63)] = ()
+
+    @property
+    def depth(self) -> int:
+        """K, the slots."""
+        return len(self.expansion) or self.draft_tokens
+
+    @property
+    def trained_slots(self) -> int:
+        """Slots that gradient steps are taken on; 0: none are."""
+        return 0 if self.models else 1
+
+
+DrafterConfig = MedusaConfig | DraftModelConfig | PromptLookupConfig | NgramConfig
 
 
 class ObjectiveConfig(Block):

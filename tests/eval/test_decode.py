@@ -134,7 +134,7 @@ def target_law(target, context, left, sampling):
     law = standardise(target.logits(final).double(), sampling)
     return {
         (token, *rest): float(law[token]) * share
-        for token in range(3)
+        for token in range(target.vocab_size)
         if law[token] > 0
         for rest, share in target_law(target, [*context, token], left - 1, sampling).items()
     }
