@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from draftsmith.drafters.layout import last_of
 from draftsmith.drafters.projection import slot_logits
 from draftsmith.drafters.proposal import Plan, Proposal, Verdict
 from draftsmith.drafters.slots import (
@@ -90,9 +91,9 @@ class MedusaHeads(nn.Module):
         hidden = self.states(before_roots(states.final, roots))
         return SlotStates(hidden, self.head(), label_slots(batch, roots, self.depth))
 
-    def start(self, ids: Tensor, states: TargetStates) -> MedusaState:
-        """After prefill: a prompt [B, T] and its states [B, T, D]; the heads read the last one."""
-        return MedusaState(states.final[:, -1])
+    def start(self, ids: Tensor, lengths: Tensor, states: TargetStates) -> MedusaState:
+        """After prefill, ids [B, T]: the heads read the state at the prompt's last token."""
+        return MedusaState(last_of(states.final, lengths))
 
     @torch.no_grad()
     def propose(self, state: MedusaState, root: Tensor, plan: Plan) -> Proposal:
@@ -114,6 +115,10 @@ class MedusaHeads(nn.Module):
         """
         rows = torch.arange(verdict.length.shape[0], device=verdict.length.device)
         return MedusaState(states.final[rows, verdict.length])
+
+    def select(self, state: MedusaState, rows: Tensor) -> MedusaState:
+        """These rows of the batch."""
+        return MedusaState(state.hidden[rows])
 
     def cache_bytes_per_token(self) -> int:
         """None: the heads carry one state per row, however long the context."""
