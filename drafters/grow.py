@@ -76,7 +76,7 @@ def choose(logits: Tensor, ranks: Sequence[int], plan: Plan) -> Children:
     if plan.draw == "point":
         best = best_columns(logits, max(ranks) + 1)[:, list(ranks)]
         return Children(best, logits[:, None, :0], torch.ones_like(best, dtype=torch.bool))
-    law = standardise(logits, plan.sampling.for_drafts())
+    law = standardise(logits, plan.sampling)
     rows = torch.arange(len(law), device=law.device)
     return draw_children(law, len(ranks), plan.draw, plan.coins, rows)
 

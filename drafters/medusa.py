@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from draftsmith.drafters.layout import last_of
 from draftsmith.drafters.projection import slot_logits, top_tokens
 from draftsmith.drafters.proposal import Plan, Proposal, Verdict
 from draftsmith.drafters.slots import (
@@ -109,10 +110,8 @@ class MedusaHeads(nn.Module):
         return top_tokens(hidden, head, count, chunk=chunk, adjust=self.adjust)
 
     def start(self, ids: Tensor, lengths: Tensor, states: TargetStates) -> MedusaState:
-        """After prefill: a prompt [B, T] and its states [B, T, D]; the heads read the last one."""
-        return MedusaState(
-            states.final[torch.arange(len(lengths), device=lengths.device), lengths - 1]
-        )
+        """After prefill, ids [B, T]: the heads read the state at the prompt's last token."""
+        return MedusaState(last_of(states.final, lengths))
 
     @torch.no_grad()
     def propose(self, state: MedusaState, root: Tensor, plan: Plan) -> Proposal:

@@ -23,8 +23,25 @@ from draftsmith.recipes.schema import (
 
 
 class Drafter(Protocol):
-    """What decoding, measuring and keeping ask of a drafter, a torch module (MedusaHeads shows the
-    shapes).
+    """What decoding, measuring and keeping ask of a drafter, a torch module.
+
+    Decoding works on a batch of B rows, whose contexts have lengths of their own:
+
+    `start(ids [B, T], lengths [B], states)` after prefill. Prompts are padded at the end: row b's
+    is ids[b, :lengths[b]], and its states are states.final[b, :lengths[b]] ([B, T, D]); what lies
+    behind is any token and any number. The root of the first round is the token after the prompt.
+    Gives a state that holds every row.
+
+    `propose(state, root [B], plan)` gives a proposal of at most plan.tree.nodes nodes. Rows may
+    have fewer: `valid` tells (no valid node at all is a plain step), and what invalid nodes hold is
+    ignored. The loop cuts off nodes behind the last one that is valid in any row.
+
+    `commit(state, proposal, verdict, states)` after verification, with the proposal as it was fed.
+    states.final [B, P+1, D] are the target's states at the root and along the accepted path, of
+    which the first verdict.length[b] + 1 are row b's; the rest is padding. Row b has grown by its
+    old root and those drafts; verdict.next is its new root. Gives the next state.
+
+    `select(state, rows [b])` keeps these rows of the batch, in this order: the others have ended.
     """
 
     depth: int  # K, the slots

@@ -19,12 +19,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from draftsmith.drafters.builtin import BUILTINS, builtin_config, builtin_folder
 from draftsmith.drafters.cache import TargetCache
 from draftsmith.drafters.content import folder_content
+from draftsmith.drafters.layout import Nodes, chain_nodes
+from draftsmith.drafters.reach import masks, reaches
 from draftsmith.drafters.slots import Batch, TargetStates
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import user_path
 from draftsmith.recipes.schema import TargetConfig
-
-ROLLBACK_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,10 @@ class Target:
         self.layers = int(self.config.num_hidden_layers)
         self.dtype, self.device = self.head_weight.dtype, self.head_weight.device
         self.eos_ids = eos_ids(model, tokenizer)
-        self.adjust = logit_adjustment(self.config.to_dict())
+        config = self.config.to_dict()
+        self.adjust = logit_adjustment(config)
+        self.reach = reaches(config)
+        self.layer_types = set(config.get("layer_types") or ())
         # transformers renamed `past_key_values` to `cache`; both are in the supported range.
         parameters = inspect.signature(self.base.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -117,56 +120,66 @@ class Target:
         return self.adjust(nn.functional.linear(hidden, self.head_weight))
 
     @torch.no_grad()
-    def step(
-        self, ids: Tensor, positions: Tensor, cache: TargetCache, mask: Tensor | None = None
-    ) -> Tensor:
-        """Feed ids [B, M] after what is cached; returns final states [B, M, D].
+    def step(self, ids: Tensor, cache: TargetCache, nodes: Nodes | None = None) -> Tensor:
+        """Feed ids [B, M] behind what every row has cached; returns final states [B, M, D].
 
-        mask [B, 1, M, S+M] bool (True: visible), S cached positions; None: causal.
+        nodes: how the fed tokens lie; None: each follows the one before it.
         """
-        total = cache.length + ids.shape[1]
-        window = self.window()
-        if mask is not None and window is not None and total > window:
-            raise UserError(
-                f"{self.name} attends to a window of {window} positions and {total} are needed; "
-                "trees and batched generation need the whole context inside the window: "
-                "shorten the prompts or the answers"
-            )
+        batch, count = ids.shape
+        nodes = nodes or chain_nodes(count, ids.device)
+        extent = cache.open(batch, count, ids.device)
+        positions = extent.starts + nodes.depth
+        mask = masks(self.reach, nodes, positions, extent.starts, extent.longest)
         output = self.base(
             input_ids=ids,
             position_ids=positions,
-            attention_mask=self.as_attention_mask(mask),
+            attention_mask=None if mask is None else self.as_attention_mask(mask),
             use_cache=True,
             **{self.cache_argument: cache.cache},
         )
+        cache.close(count)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
-    def as_attention_mask(self, mask: Tensor | None) -> Tensor | None:
+    def prefill(self, ids: Tensor, lengths: Tensor, cache: TargetCache) -> Tensor:
+        """Feed prompts [B, T] of these lengths [B] to an empty cache; final states [B, T, D].
+
+        Padding is at the end, where causal attention never looks: its states mean nothing.
+        """
+        final = self.step(ids, cache)
+        cache.crop(lengths.tolist())
+        return final
+
+    def as_attention_mask(self, found: dict[str, Tensor]) -> Tensor | dict[str, Tensor | None]:
+        """Masks by layer type as the model takes them: one tensor where all layers agree, else a
+        dictionary, which every family with layer types takes.
+        """
+        used = self.config._attn_implementation
+        if used not in ("sdpa", "eager"):
+            raise UserError(
+                f"{self.name}: {used} takes no masks of single positions, which trees and batches "
+                'of unequal rows need; load the model with attn_implementation="sdpa"'
+            )
+        kinds = {kind: self.added(mask) for kind, mask in found.items()}
+        if len(set(map(id, found.values()))) == 1:
+            return next(iter(kinds.values()))
+        return {kind: kinds.get(kind) for kind in self.layer_types}
+
+    def added(self, mask: Tensor) -> Tensor:
         """Eager attention adds its mask to the scores: False becomes the lowest number."""
-        if mask is None or self.config._attn_implementation != "eager":
+        if self.config._attn_implementation != "eager":
             return mask
-        return torch.zeros_like(mask, dtype=self.dtype).masked_fill(
-            ~mask, torch.finfo(self.dtype).min
-        )
+        low = torch.finfo(self.dtype).min
+        return torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, low)
 
     def new_cache(self) -> TargetCache:
         """An empty cache. Refuses models whose state cannot be rolled back."""
-        kinds = set(self.config.to_dict().get("layer_types") or ["full_attention"])
-        if kinds - ROLLBACK_LAYERS:
+        if self.layer_types - set(self.reach):
             raise UserError(
-                f"{self.name} has {', '.join(sorted(kinds - ROLLBACK_LAYERS))} layers, whose "
-                "state cannot be rolled back; decoding supports full and sliding-window attention"
+                f"{self.name} has {', '.join(sorted(self.layer_types - set(self.reach)))} layers, "
+                "whose state cannot be rolled back; decoding supports full, sliding-window and "
+                "chunked attention"
             )
         return TargetCache(self.layers)
-
-    def window(self) -> int | None:
-        """Sliding window in positions, if any layer has one."""
-        config = self.config.to_dict()
-        kinds = config.get("layer_types")
-        if kinds is None:  # older families slide on every layer where a window is set
-            kinds = ["sliding_attention"]
-        window: int | None = config.get("sliding_window") if "sliding_attention" in kinds else None
-        return window
 
     @torch.no_grad()
     def check_head(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from draftsmith.drafters.cache import TargetCache
 from draftsmith.drafters.context import Context
 from draftsmith.drafters.grow import grow
-from draftsmith.drafters.layout import Nodes
+from draftsmith.drafters.layout import Nodes, last_of, padded
 from draftsmith.drafters.proposal import Plan, Proposal
 from draftsmith.drafters.slots import Batch, Head
 from draftsmith.drafters.target import Target
@@ -85,11 +85,10 @@ class Writer:
     def catch_up(self, page: Page, texts: list[Tensor]) -> Tensor:
         """Read what is committed and not cached; the states [B, D] at the roots."""
         missing = [text[length:] for text, length in zip(texts, page.lengths, strict=True)]
-        ids = nn.utils.rnn.pad_sequence(missing, batch_first=True).to(self.model.device)
+        ids, lengths = padded([row.tolist() for row in missing], self.model.device)
         hidden = self.model.step(self.readable(ids), page.cache)
         page.cache.crop(page.known)
-        at = torch.tensor([len(row) - 1 for row in missing], device=hidden.device)
-        return hidden[torch.arange(len(at), device=hidden.device), at]
+        return last_of(hidden, lengths)
 
     def commit(self, page: Page, after: Context) -> Page:
         """Keep what was read of the drafts that the text has taken over."""
@@ -99,12 +98,8 @@ class Writer:
             matched(page, row, text[known:].tolist())
             for row, (text, known) in enumerate(zip(after.rows, page.known, strict=True))
         ]
-        path = nn.utils.rnn.pad_sequence(
-            [torch.tensor(row).long() for row in kept], batch_first=True
-        )
-        counts = [len(row) for row in kept]
+        path, counts = padded(kept, self.model.device)[0], [len(row) for row in kept]
         moved = any(row != list(range(len(row))) for row in kept)
-        path = path.to(self.model.device)
         page.cache.keep(page.known, path, counts, moved=moved)
         lengths = [known + count for known, count in zip(page.known, counts, strict=True)]
         return Page(page.cache, lengths)

@@ -18,7 +18,7 @@ from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.slots import TargetStates
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree
-from draftsmith.eval.decode import Loop, clock, play, prefill
+from draftsmith.eval.decode import Loop, clock, play
 from draftsmith.eval.theory import RoundCost
 from draftsmith.eval.verify import Laws, point_mass
 
@@ -31,6 +31,7 @@ class Bench:
 
     plain: Loop
     ids: Tensor  # the context [1, S]
+    lengths: Tensor  # [1]: S
     states: TargetStates  # its states [1, S, D]
     root: Tensor  # [1]
 
@@ -56,7 +57,7 @@ def measure_costs(
 ) -> list[RoundCost]:
     """The cost of a round with each tree, and of a plain step, after `context` cached tokens."""
     bench = prepare(target, context, sampling)
-    state = drafter.start(bench.ids, bench.states)
+    state = drafter.start(bench.ids, bench.lengths, bench.states)
     plain: list[float] = []
     drafted: list[list[Parts]] = [[] for _ in trees]
     for turn in range(WARM_UP + turns):
@@ -83,7 +84,9 @@ def prepare(target: Target, context: int, sampling: Sampling) -> Bench:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(target.vocab_size, (1, context), generator=generator).to(target.device)
     plain = Loop(target, None, None, sampling, SeededCoins([0]), target.new_cache())
-    return Bench(plain, ids, prefill(target, ids, plain.cache), ids[:, -1])
+    lengths = torch.tensor([context], device=target.device)
+    states = TargetStates(target.prefill(ids, lengths, plain.cache))
+    return Bench(plain, ids, lengths, states, ids[:, -1])
 
 
 def time_plain(bench: Bench) -> float:
@@ -106,7 +109,7 @@ def time_round(bench: Bench, loop: Loop, state: object) -> Parts:
     """Time a round, and put the cache back."""
     played = play(loop, state, bench.root)
     seconds = Parts(played.draft_s, played.verify_s, clock(loop.target) - played.verified)
-    loop.cache.crop(bench.states.final.shape[1])
+    loop.cache.crop(bench.lengths.tolist())
     return seconds
 
 

@@ -21,6 +21,11 @@ def lookup(**knobs):
     return PromptLookup(config, tiny_target(40), None)
 
 
+def begin(drafter, ids):
+    ids = torch.tensor(ids, dtype=torch.int64)
+    return drafter.start(ids, torch.full((len(ids),), ids.shape[1]), None)
+
+
 def drafts(drafter, state, root, count):
     plan = Plan(chain(count), Sampling(), SeededCoins([0] * len(root)))
     found = drafter.propose(state, torch.tensor(root), plan)
@@ -42,7 +47,7 @@ def test_drafts_are_those_of_transformers(longest, words):
     for _ in range(60):
         text = [draw.randrange(words) for _ in range(draw.randrange(2, 40))]
         count = draw.randrange(1, 12)
-        state = drafter.start(torch.tensor([text[:-1]]), None)
+        state = begin(drafter, [text[:-1]])
         (mine,) = drafts(drafter, state, text[-1:], count)
         assert mine == theirs(text, count, longest)
         some += bool(mine)
@@ -51,8 +56,8 @@ def test_drafts_are_those_of_transformers(longest, words):
 
 def test_a_text_without_a_match_has_no_drafts():
     drafter = lookup()
-    assert drafts(drafter, drafter.start(torch.tensor([[1, 2, 3]]), None), [4], 5) == [[]]
-    assert drafts(drafter, drafter.start(torch.empty(1, 0).long(), None), [4], 5) == [[]]
+    assert drafts(drafter, begin(drafter, [[1, 2, 3]]), [4], 5) == [[]]
+    assert drafts(drafter, begin(drafter, [[]]), [4], 5) == [[]]
 
 
 def test_short_suffixes_are_left_alone():
@@ -63,7 +68,7 @@ def test_short_suffixes_are_left_alone():
 
 def test_rows_are_looked_up_by_themselves_and_grow_by_what_is_committed():
     drafter = lookup()
-    state = drafter.start(torch.tensor([[1, 2, 3, 4], [8, 9, 8, 7]]), None)
+    state = begin(drafter, [[1, 2, 3, 4], [8, 9, 8, 7]])
     assert drafts(drafter, state, [1, 8], 3) == [[2, 3, 4], [9, 8, 7]]
     plan = Plan(chain(3), Sampling(), SeededCoins([0, 0]))
     proposal = drafter.propose(state, torch.tensor([1, 8]), plan)

@@ -50,7 +50,7 @@ def test_proposals_lay_slot_guesses_out_as_the_tree():
     with torch.no_grad():
         drafter.weight.normal_()
     hidden = torch.randn(1, 3, target.hidden_size)
-    state = drafter.start(hidden[..., 0].long(), TargetStates(hidden))
+    state = drafter.start(hidden[..., 0].long(), torch.tensor([3]), TargetStates(hidden))
     tree = Tree(((0,), (2,), (0, 1), (2, 0)))
     plan = Plan(tree, Sampling(), SeededCoins([0]))
     tokens = drafter.propose(state, torch.tensor([4]), plan).tokens[0].tolist()

@@ -81,7 +81,7 @@ def test_an_empty_table_is_uniform():
 @pytest.mark.parametrize("tree", [chain(1), chain(3), BUSHY], ids=["one", "chain", "bushy"])
 def test_point_drafts_are_the_likeliest_after_their_own_path(tree):
     drafter, text = table(), texts()[2][0][:6]
-    state = drafter.start(torch.tensor([text]), None)
+    state = drafter.start(torch.tensor([text]), torch.tensor([len(text)]), None)
     proposal = drafter.propose(state, torch.tensor([4]), Plan(tree, Sampling(), None))
     assert proposal.draw == "point" and proposal.valid.all()
     assert torch.equal(proposal.parent[0], tree.parent)
@@ -105,7 +105,7 @@ def test_point_drafts_are_the_likeliest_after_their_own_path(tree):
 def test_q_is_the_law_that_drafts_are_drawn_from(tree, draw, sampling):
     """By enumeration: given the drafts before it, each token has the frequencies of its q."""
     drafter = table(2)
-    state = drafter.start(torch.tensor([[1, 2]]), None)
+    state = drafter.start(torch.tensor([[1, 2]]), torch.tensor([2]), None)
     laws = {}
 
     def run(coins):

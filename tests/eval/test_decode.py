@@ -5,12 +5,12 @@ import torch
 
 from draftsmith.drafters import methods
 from draftsmith.drafters.coins import SeededCoins
-from draftsmith.drafters.proposal import Plan
+from draftsmith.drafters.proposal import Plan, Proposal
 from draftsmith.drafters.sampler import Sampling, standardise
 from draftsmith.drafters.slots import TargetStates
 from draftsmith.drafters.tree import Tree, chain
 from draftsmith.eval import decode as loop
-from draftsmith.eval.decode import decode
+from draftsmith.eval.decode import decode, decode_batch
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MedusaConfig
 from tests.coins import distance, law_of
@@ -33,6 +33,32 @@ def noisy_drafter(target, heads=3, seed=0, draft_ids=None, **changes):
     return drafter.eval()
 
 
+class Patchy:
+    """Gives every row a shape of its own, by its root: a chain, a tree, a part of one, or nothing.
+
+    Its invalid nodes hold tokens that no vocabulary has.
+    """
+
+    shapes = (chain(3), Tree(((0,), (1,), (0, 0))))
+
+    def __init__(self, heads):
+        self.heads, self.depth = heads, heads.depth
+        self.start, self.commit, self.select = heads.start, heads.commit, heads.select
+
+    def propose(self, state, root, plan):
+        laid = [
+            self.heads.propose(state, root, Plan(tree, plan.sampling, plan.coins))
+            for tree in self.shapes
+        ]
+        second = (root % 2 == 1)[:, None]
+        tokens, parent = (
+            torch.where(second, getattr(laid[1], name), getattr(laid[0], name))
+            for name in ("tokens", "parent")
+        )
+        valid = torch.arange(3) < (root // 2 % 4)[:, None]
+        return Proposal(tokens.masked_fill(~valid, 10**9), parent, valid)
+
+
 def plain(target, **options):
     return decode(target, None, PROMPT, **options)
 
@@ -48,6 +74,46 @@ def test_greedy_output_is_the_plain_output_token_for_token(tree, dtype):
         assert out.tokens == plain(target, **options).tokens
         accepted += sum(r.accepted for r in out.rounds)
     assert accepted > 0  # else the test never took the path it is about
+
+
+def test_rows_may_be_laid_out_unlike_the_plan():
+    drafted = set()
+    for seed in range(4):
+        target = tiny_target(40, seed=seed, spread=0.15, eos=())
+        options = dict(sampling=Sampling(), max_new_tokens=30)
+        drafter = Patchy(noisy_drafter(target, seed=seed))
+        out = decode(target, drafter, PROMPT, tree=chain(3), **options)
+        assert out.tokens == plain(target, **options).tokens
+        drafted |= {r.drafted for r in out.rounds}
+    assert drafted == {0, 1, 2, 3}
+
+
+PROMPTS = [[20, 21, 22, 23, 24], [30], list(range(40)) * 2, [5, 6], [7, 8, 9]]
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(0.8, top_k=5)], ids=["greedy", "sampled"]
+)
+@pytest.mark.parametrize("shape", ["plain", "chain", "tree", "patchy"])
+def test_an_answer_in_a_batch_is_the_answer_alone(shape, sampling):
+    target = tiny_target(40, seed=2, spread=0.15, eos=(17, 31))
+    drafter = None if shape == "plain" else noisy_drafter(target, seed=2)
+    if shape == "patchy":
+        drafter = Patchy(drafter)
+    tree = None if shape == "plain" else TREES.get(shape, chain(3))
+    options = dict(sampling=sampling, max_new_tokens=24, tree=tree)
+    seeds = [11, 12, 13, 14, 15]
+    together = decode_batch(target, drafter, PROMPTS, seeds=seeds, **options)
+    alone = [
+        decode(target, drafter, prompt, seed=seed, **options)
+        for prompt, seed in zip(PROMPTS, seeds, strict=True)
+    ]
+    for one, want in zip(together, alone, strict=True):
+        assert (one.tokens, one.finish) == (want.tokens, want.finish)
+        assert [(r.drafted, r.accepted, r.emitted) for r in one.rounds] == [
+            (r.drafted, r.accepted, r.emitted) for r in want.rounds
+        ]
+    assert len({len(one.rounds) for one in together}) > 1  # rows left the batch
 
 
 def test_plain_output_is_transformers_own():
@@ -93,7 +159,9 @@ def test_a_reduced_draft_vocabulary_drafts_only_its_ids():
     target = tiny_target(40, eos=())
     ids = torch.tensor([3, 7, 20, 21, 30])
     drafter = noisy_drafter(target, draft_ids=ids, projection="own")
-    state = drafter.start(torch.tensor([[0, 1]]), TargetStates(torch.randn(1, 2, 32)))
+    state = drafter.start(
+        torch.tensor([[0, 1]]), torch.tensor([2]), TargetStates(torch.randn(1, 2, 32))
+    )
     plan = Plan(TREES["tree"], Sampling(), SeededCoins([0]))
     proposal = drafter.propose(state, torch.tensor([1]), plan)
     assert set(proposal.tokens.unique().tolist()) <= set(ids.tolist())
@@ -152,5 +220,7 @@ def test_bad_calls_are_one_clear_line():
     target = tiny_target(40)
     with pytest.raises(UserError, match="at least one token"):
         decode(target, None, [], sampling=Sampling(), max_new_tokens=4)
+    with pytest.raises(UserError, match="one seed per prompt"):
+        decode_batch(target, None, PROMPTS, seeds=[0], sampling=Sampling(), max_new_tokens=4)
     with pytest.raises(UserError, match="or neither"):
         decode(target, None, PROMPT, sampling=Sampling(), max_new_tokens=4, tree=chain(1))
