@@ -14,7 +14,7 @@ from draftsmith.drafters.proposal import Proposal, Verdict
 from draftsmith.eval.verify import Laws, descend, offspring, try_children
 
 NOTHING = 1e-8  # residual mass that is rounding: p and q are equal there
-HALVINGS = 60  # of the interval in which K-SEQ's scale lies
+HALVINGS = 20  # of the interval that holds K-SEQ's scale: its upper end is exact, and near the best
 
 
 def rejection(laws: Laws, proposal: Proposal, coins: Coins, *, lenience: float = 1.0) -> Verdict:
@@ -103,6 +103,7 @@ def smallest_scale(p: Tensor, q: Tensor, count: Tensor, least: float) -> Tensor:
     """The smallest rho >= least [b] with 1 - (1 - beta)^k <= rho beta, beta = sum min(q, p / rho).
 
     The left side falls and the right side grows with rho; at rho = k it holds. count: k [b].
+    Returns a scale at which it holds, at most (k - least) / 2^HALVINGS above the smallest.
     """
     low = p.new_full(count.shape, least)
     high = torch.maximum(low, count.to(p.dtype))
