@@ -1,7 +1,15 @@
 """What a drafter needs to train: its parameters, and the bytes of a step."""
 
-from draftsmith.drafters.target import TargetShape
-from draftsmith.recipes.schema import DrafterConfig, MedusaConfig, Recipe
+from draftsmith.drafters.draft_model import called_models
+from draftsmith.drafters.shallow import spread
+from draftsmith.drafters.target import TargetShape, describe
+from draftsmith.recipes.schema import (
+    DrafterConfig,
+    DraftModelConfig,
+    MedusaConfig,
+    Recipe,
+    TargetConfig,
+)
 
 BYTES = {"bfloat16": 2, "float32": 4}
 FULL = 4  # bytes of an fp32 number: what is trained, its gradient and its two moments
@@ -15,7 +23,21 @@ def trained_parameters(config: DrafterConfig, shape: TargetShape) -> int:
             size, rows = shape.hidden_size, config.draft_vocab or shape.vocab_size
             extra = {"shared": 0, "low_rank": config.rank * (size + rows), "own": rows * size}
             return config.heads * (size * size + size + extra[config.projection])
+        case DraftModelConfig(models=()):
+            layers = [shape.layer_parameters[i] for i in spread(shape.layers, config.layers)]
+            embedding = shape.embedding_parameters
+            norms = shape.parameters - sum(shape.layer_parameters) - embedding
+            return sum(layers) + norms + (embedding if config.embedding == "own" else 0)
     return 0
+
+
+def ready_parameters(config: DrafterConfig) -> int:
+    """Parameters of draft models that are taken as they are. Raises UserError for missing ones."""
+    if not isinstance(config, DraftModelConfig):
+        return 0
+    with called_models():
+        shapes = [describe(TargetConfig(model=name)) for name in config.models]
+    return sum(shape.parameters for shape in shapes)
 
 
 def estimate_memory(recipe: Recipe, shape: TargetShape, trained: int) -> dict[str, int]:
@@ -24,7 +46,7 @@ def estimate_memory(recipe: Recipe, shape: TargetShape, trained: int) -> dict[st
     width = BYTES[recipe.target.dtype]
     positions = train.rows_per_micro_batch * recipe.data.max_length
     return {
-        FROZEN: shape.parameters * width,
+        FROZEN: (shape.parameters + ready_parameters(recipe.drafter)) * width,
         TRAINED: trained * 4 * FULL,
         **step_memory(recipe.drafter, recipe, shape, positions),
         # A layer's widest moment (an MLP of four times the width), the mask between documents.
@@ -48,5 +70,13 @@ def step_memory(
             return {
                 "one chunk of logits": buffers * logits * FULL,
                 "slot states and their gradients": 4 * states * FULL,
+            }
+        case DraftModelConfig(models=()):
+            rows = config.draft_vocab or shape.vocab_size
+            # What a layer keeps for its gradient: about as much as 20 states.
+            kept = config.layers * (20 * shape.hidden_size + recipe.data.max_length)
+            return {
+                "one chunk of logits": buffers * recipe.train.chunk * rows * FULL,
+                "draft model's activations": positions * kept * FULL,
             }
     return {}

@@ -16,7 +16,14 @@ from draftsmith.drafters.target import TargetShape, describe, pick_device
 from draftsmith.recipes.entry import run_folder
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import user_path
-from draftsmith.recipes.schema import DistilConfig, DrafterConfig, EvalConfig, MedusaConfig, Recipe
+from draftsmith.recipes.schema import (
+    DistilConfig,
+    DrafterConfig,
+    DraftModelConfig,
+    EvalConfig,
+    MedusaConfig,
+    Recipe,
+)
 
 ROW_BYTES = 14  # of a row's file per token: its id and its text
 CHARACTERS = 3.5  # per token of a prompt: a cautious guess, no tokenizer is asked
@@ -136,7 +143,9 @@ def check_target(recipe: Recipe, shape: TargetShape) -> None:
 def check_drafter(drafter: DrafterConfig, shape: TargetShape, name: str) -> None:
     """What of a drafter the target's shape rules out."""
     match drafter:
-        case MedusaConfig(draft_vocab=int(rows)) if rows > shape.vocab_size:
+        case MedusaConfig(draft_vocab=int(rows)) | DraftModelConfig(draft_vocab=int(rows)) if (
+            rows > shape.vocab_size
+        ):
             raise UserError(
                 f"drafter.draft_vocab: {rows} is more than the {shape.vocab_size} "
                 f"tokens of {name}; give fewer, or null for all"
@@ -145,6 +154,15 @@ def check_drafter(drafter: DrafterConfig, shape: TargetShape, name: str) -> None
             raise UserError(
                 f"drafter.rank: {rank} is more than the hidden size of {name} "
                 f"({shape.hidden_size}), a low rank is less"
+            )
+        case DraftModelConfig(models=()) if not shape.layer_parameters:
+            raise UserError(
+                f"drafter.models: {name} has no stack of layers that a shallow copy could be made "
+                "of; name a ready draft model"
+            )
+        case DraftModelConfig(models=(), layers=layers) if layers > shape.layers:
+            raise UserError(
+                f"drafter.layers: {layers} is more than the {shape.layers} of {name}; give fewer"
             )
 
 

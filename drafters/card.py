@@ -26,6 +26,10 @@ draftsmith eval PATH_TO_THIS_FOLDER
 Limits: {limits}
 """
 LIMITS = {
+    "draft_model": "it knows this target's vocabulary. A distilled one is fitted to its answers "
+    "and chat\ntemplate; its folder is a plain Hugging Face model, which `assistant_model` of "
+    "transformers'\n`generate` and servers with a draft model read. They draft from the whole "
+    "vocabulary.",
     "medusa": "it is fitted to this target's states and chat template; acceptance falls on text "
     "unlike its\ntraining data. vLLM up to 0.32 reads this layout where every slot has an own "
     "full-vocabulary\nprojection; vLLM 0.33 removed Medusa and SGLang never had it.",

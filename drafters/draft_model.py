@@ -9,7 +9,8 @@ A distilled one is kept as a plain Hugging Face folder.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -192,13 +193,20 @@ def load_ready(name: str, target: Target) -> Target:
     target's vocabulary.
     """
     dtype, device = str(target.dtype).removeprefix("torch."), str(target.device)
-    config = TargetConfig.model_validate({"model": name, "dtype": dtype, "device": device})
-    try:
+    with called_models():
+        config = TargetConfig.model_validate({"model": name, "dtype": dtype, "device": device})
         model = Target.load(config)
-    except UserError as error:
-        raise UserError(str(error).replace("target.model", "drafter.models", 1)) from error
     check_vocabulary(model, target)
     return model
+
+
+@contextmanager
+def called_models() -> Iterator[None]:
+    """Loading errors name the knob that the user gave."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).replace("target.model", "drafter.models", 1)) from error
 
 
 def check_vocabulary(model: Target, target: Target) -> None:

@@ -36,6 +36,8 @@ class TargetShape:
     layers: int
     max_positions: int
     parameters: int
+    layer_parameters: tuple[int, ...]  # of every decoder layer; empty where they are no stack
+    embedding_parameters: int  # and of the head, where it is not tied to the embedding
     tied: bool
     template: str | None
 
@@ -108,12 +110,13 @@ class Target:
 
     def decoder_layers(self) -> nn.ModuleList:
         """The stack of decoder layers."""
-        for module in self.base.children():
-            if isinstance(module, nn.ModuleList) and len(module) == self.layers:
-                return module
-        raise UserError(
-            f"{self.name}: no stack of {self.layers} decoder layers found; taps need one"
-        )
+        stack = layer_stack(self.base, self.layers)
+        if stack is None:
+            raise UserError(
+                f"{self.name}: no stack of {self.layers} decoder layers found; taps and shallow "
+                "copies need one"
+            )
+        return stack
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final states [..., D] -> logits [..., V] with the model's own scale and soft-cap."""
@@ -203,6 +206,12 @@ class Target:
                 "unknown logit scale, a head bias or a padded head); supported: logit_scale, "
                 "logits_scaling, final_logit_softcapping"
             )
+
+
+def layer_stack(base: Any, layers: int) -> nn.ModuleList | None:
+    """A decoder's stack of so many layers, if it has one."""
+    found = (one for one in base.children() if isinstance(one, nn.ModuleList))
+    return next((stack for stack in found if len(stack) == layers), None)
 
 
 @contextmanager
@@ -373,13 +382,17 @@ def shape_of(config: Any, template: Any, *, trust_remote_code: bool = False) -> 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
-    head = model.get_output_embeddings().weight
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    stack = layer_stack(model.get_decoder(), text.num_hidden_layers) or nn.ModuleList()
+    tied = bool(text.tie_word_embeddings)
     return TargetShape(
         vocab_size=head.shape[0],
         hidden_size=head.shape[1],
         layers=text.num_hidden_layers,
         max_positions=text.max_position_embeddings,
         parameters=sum(p.numel() for p in model.parameters()),
-        tied=bool(text.tie_word_embeddings),
+        layer_parameters=tuple(sum(p.numel() for p in layer.parameters()) for layer in stack),
+        embedding_parameters=embedding.numel() + (0 if tied else head.numel()),
+        tied=tied,
         template=template if template is None or isinstance(template, str) else str(template),
     )

@@ -22,7 +22,7 @@ from draftsmith.drafters.projection import Sums
 from draftsmith.drafters.slots import Batch, TargetStates, all_roots, label_slots
 from draftsmith.drafters.target import Target, pick_device
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import MedusaConfig, OptimConfig, Recipe
+from draftsmith.recipes.schema import DraftModelConfig, MedusaConfig, OptimConfig, Recipe
 from draftsmith.train.objective import Objective
 from draftsmith.train.progress import Journal, Meter
 
@@ -176,7 +176,7 @@ def start_processes(recipe: Recipe) -> Accelerator:
 def draft_ids(recipe: Recipe, target: Target, documents: Sequence[Document]) -> Tensor | None:
     """The reduced draft vocabulary, counted on the training data; None for the whole."""
     match recipe.drafter:
-        case MedusaConfig(draft_vocab=int(size)):
+        case MedusaConfig(draft_vocab=int(size)) | DraftModelConfig(draft_vocab=int(size)):
             always = target.eos_ids
             return torch.tensor(most_frequent(documents, size, target.vocab_size, always=always))
     return None

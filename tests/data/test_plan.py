@@ -62,6 +62,8 @@ def test_trained_parameters_are_those_of_the_real_heads(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         layers=target.layers,
+        layer_parameters=(1,),
+        embedding_parameters=1,
         max_positions=4096,
         parameters=1,
         tied=False,
