@@ -207,7 +207,8 @@ def trained_parameters(config: MedusaConfig, shape: TargetShape) -> int:
     """Parameters of the Medusa heads (a test counts the real ones)."""
     size, rows = shape.hidden_size, config.draft_vocab or shape.vocab_size
     extra = {"shared": 0, "low_rank": config.rank * (size + rows), "own": rows * size}
-    return config.heads * (size * size + size + extra[config.projection])
+    blocks = (1 + config.reads_root) * size * size + size
+    return config.heads * (blocks + extra[config.projection])
 
 
 def estimate_memory(recipe: Recipe, shape: TargetShape, trained: int) -> dict[str, int]:

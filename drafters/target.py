@@ -59,6 +59,7 @@ class Target:
         self.base = model.get_decoder()
         self.config = model.config.get_text_config()
         self.head_weight: Tensor = model.get_output_embeddings().weight  # [V, D]
+        self.embedding: Tensor = model.get_input_embeddings().weight  # [V, D]
         self.vocab_size, self.hidden_size = self.head_weight.shape
         self.layers = int(self.config.num_hidden_layers)
         self.dtype, self.device = self.head_weight.dtype, self.head_weight.device

@@ -70,6 +70,8 @@ class MedusaConfig(Block):
     projection: Literal["shared", "low_rank", "own"] = "shared"
     rank: Positive = 64  # of low_rank
     draft_vocab: Positive | None = None  # rows of the head that drafts may use; None: all
+    # the heads also read the root's embedding (as Hydra's do); no other engine reads such heads
+    reads_root: bool = False
 
 
 class ObjectiveConfig(Block):

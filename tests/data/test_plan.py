@@ -47,14 +47,16 @@ def make(tiny_folder: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("projection", ["shared", "low_rank", "own"])
 @pytest.mark.parametrize("draft_vocab", [None, 100])
+@pytest.mark.parametrize("reads_root", [False, True])
 def test_trained_parameters_are_those_of_the_real_heads(
-    projection: str, draft_vocab: int | None
+    projection: str, draft_vocab: int | None, reads_root: bool
 ) -> None:
     import torch
 
     target = tiny_target()
     config = MedusaConfig.model_validate(
         {"heads": 3, "projection": projection, "rank": 8, "draft_vocab": draft_vocab}
+        | {"reads_root": reads_root}
     )
     ids = None if draft_vocab is None else torch.arange(draft_vocab)
     real = sum(parameter.numel() for parameter in trainable(build(config, target, ids)).values())
