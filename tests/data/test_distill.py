@@ -403,24 +403,6 @@ def test_no_rows_is_an_error(tmp_path: Path) -> None:
         read_rows(tmp_path)
 
 
-def test_ranks_share_the_work_without_waiting(target: Target, tmp_path: Path) -> None:
-    """The second rank runs alone and to its end: nothing here waits for the first."""
-    prompts, config = make_prompts(20), make_config()
-    distil(target, prompts, config, tmp_path / "one", seed=0)
-    for rank in (1, 0):
-        distil(target, prompts, config, tmp_path / "two", seed=0, shard=(rank, 2))
-    names = sorted(path.name for path in (tmp_path / "two").glob("*.jsonl"))
-    assert names == ["rows-0-of-2.jsonl", "rows-1-of-2.jsonl"]
-    assert read_rows(tmp_path / "two") == read_rows(tmp_path / "one")
-    # Another number of ranks goes on from what all of them wrote.
-    assert distil(target, prompts, config, tmp_path / "two", seed=0).made == 0
-
-
-def test_more_ranks_than_batches(target: Target, tmp_path: Path) -> None:
-    summary = distil(target, make_prompts(3), make_config(), tmp_path, seed=0, shard=(1, 2))
-    assert summary.rows == summary.made == 0
-
-
 @contextmanager
 def small_disk() -> Iterator[None]:
     """Files may not grow beyond 3,000 bytes: writing fails half-way, as on a full disk.
@@ -464,7 +446,7 @@ def test_a_manifest_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> 
         RowFile(tmp_path / "file" / "rows" / "rows.jsonl")
 
 
-def test_one_process_writes_a_shard(tmp_path: Path) -> None:
+def test_one_process_writes_the_rows(tmp_path: Path) -> None:
     with (
         RowFile(tmp_path / "rows.jsonl"),
         pytest.raises(UserError, match="another process is writing it"),
