@@ -79,7 +79,9 @@ def make_requests(
     dropped: Counter[str] = Counter()
     for prompt in prompts:
         try:
-            ids = render_prompt(target.tokenizer, prompt.messages, config.thinking)
+            ids = render_prompt(
+                target.tokenizer, prompt.messages, config.thinking, tools=prompt.tools
+            )
         except TemplateRefusal as reason:
             dropped[str(reason)] += 1
             continue
@@ -156,6 +158,7 @@ def make_row(
         "key": prompt.key,
         "category": prompt.category,
         "messages": list(prompt.messages),
+        "tools": list(prompt.tools),
         "prompt_ids": request.ids,
         "response_ids": reply.ids,
         "response": target.tokenizer.decode(reply.ids, skip_special_tokens=True),

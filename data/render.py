@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from draftsmith.data.prompts import Message
+from draftsmith.data.prompts import Message, Tool
 from draftsmith.recipes.errors import UserError
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
@@ -23,10 +23,14 @@ class TemplateRefusal(UserError):
 
 
 def render_prompt(
-    tokenizer: Any, messages: Sequence[Message], thinking: bool | None = None
+    tokenizer: Any,
+    messages: Sequence[Message],
+    thinking: bool | None = None,
+    *,
+    tools: Sequence[Tool] = (),
 ) -> list[int]:
     """Token ids of a conversation, ready for the assistant's answer."""
-    return encode(tokenizer, render_text(tokenizer, messages, thinking, prompt=True))
+    return encode(tokenizer, render_text(tokenizer, messages, thinking, prompt=True, tools=tools))
 
 
 def check_template(tokenizer: Any, thinking: bool | None = None, *, name: str) -> None:
@@ -55,7 +59,12 @@ def check_template(tokenizer: Any, thinking: bool | None = None, *, name: str) -
 
 
 def render_text(
-    tokenizer: Any, messages: Sequence[Message], thinking: bool | None, *, prompt: bool
+    tokenizer: Any,
+    messages: Sequence[Message],
+    thinking: bool | None,
+    *,
+    prompt: bool,
+    tools: Sequence[Tool] = (),
 ) -> str:
     """The template's text. `enable_thinking` is passed only when the recipe says so."""
     if not tokenizer.chat_template:
@@ -64,6 +73,7 @@ def render_text(
     try:
         text: str = tokenizer.apply_chat_template(
             list(messages),
+            tools=list(tools) or None,
             tokenize=False,
             add_generation_prompt=prompt,
             **mode,

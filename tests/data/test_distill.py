@@ -1,11 +1,13 @@
 """Distilling: the target's own answers, the same ones however often it was stopped."""
 
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,15 @@ def test_rows_hold_what_training_needs(target: Target, tmp_path: Path) -> None:
             row["temperature"]
             == sampling_of(row["key"], make_config(**MIXED).distil, 7).temperature
         )
+
+
+def test_tools_are_part_of_what_is_asked(tmp_path: Path) -> None:
+    teller = tiny_target(eos=ENDS, template="{{ tools | tojson }}" + CHATML)
+    prompts = [replace(prompt, tools=({"name": prompt.key},)) for prompt in make_prompts(2)]
+    distil(teller, prompts, make_config(), tmp_path, seed=0)
+    for row in read_rows(tmp_path):
+        assert row["tools"] == [{"name": row["key"]}]
+        assert teller.tokenizer.decode(row["prompt_ids"]).startswith(json.dumps(row["tools"]))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 64])

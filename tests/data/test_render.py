@@ -1,4 +1,5 @@
 import itertools
+import json
 from typing import Any
 
 import pytest
@@ -92,6 +93,16 @@ def test_thinking_is_passed_only_when_it_is_given() -> None:
         tokenizer.decode(render_prompt(tokenizer, talk("?"), mode)) for mode in (None, True, False)
     ]
     assert texts == ["False ", "True True", "True False"]
+
+
+def test_tools_are_given_to_the_template_and_their_absence_is_none() -> None:
+    tokenizer = tiny_tokenizer("{{ tools is none }} {{ tools | tojson }}" + CHATML)
+    tools = [{"type": "function", "function": {"name": "look_up"}}]
+    texts = [
+        tokenizer.decode(render_prompt(tokenizer, talk("?"), tools=some)) for some in (tools, ())
+    ]
+    assert texts[0].startswith("False " + json.dumps(tools) + "<|im_start|>")
+    assert texts[1].startswith("True null<|im_start|>")
 
 
 def test_a_system_prompt_of_the_template_and_one_of_the_user() -> None:
