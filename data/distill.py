@@ -22,7 +22,7 @@ from tqdm import tqdm
 from draftsmith.data.generate import Answer, Request, answer
 from draftsmith.data.prompts import Prompt, keyed_number, listed
 from draftsmith.data.render import TemplateRefusal, check_template, render_prompt
-from draftsmith.data.rows import Row, RowFile, agree_on_manifest, finished_rows
+from draftsmith.data.rows import ROWS, Row, RowFile, agree_on_manifest, finished_rows
 from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.errors import UserError
@@ -42,29 +42,16 @@ class DistilSummary:
 
 
 def distil(
-    target: Target,
-    prompts: Sequence[Prompt],
-    config: DataConfig,
-    folder: Path,
-    *,
-    seed: int,
-    shard: tuple[int, int] = (0, 1),
+    target: Target, prompts: Sequence[Prompt], config: DataConfig, folder: Path, *, seed: int
 ) -> DistilSummary:
-    """Answer all prompts into `folder/rows*.jsonl`, resuming what is there. Raises UserError.
-
-    `shard` (rank, ranks) divides the batches. Ranks never wait for one another: each has its file.
-    """
+    """Answer all prompts into `folder`, resuming what is there. Raises UserError."""
     requests, dropped = make_requests(target, prompts, config, seed)
     agree_on_manifest(folder, manifest(target, requests, config, seed))
     by_key = {prompt.key: prompt for prompt in prompts}
-    rank, ranks = shard
-    batches = plan(requests, config.distil.batch_size)[rank::ranks]
-    name = "rows.jsonl" if ranks == 1 else f"rows-{rank}-of-{ranks}.jsonl"
     started, made, tokens = time.perf_counter(), 0, 0
-    with RowFile(folder / name) as file, Bar(sum(map(len, batches))) as bar:
-        done = finished_rows(folder).keys()
-        for batch in batches:
-            missing = {request.key for request in batch} - done
+    with RowFile(folder / ROWS) as file, Bar(len(requests)) as bar:
+        for batch in plan(requests, config.distil.batch_size):
+            missing = {request.key for request in batch} - file.keys
             if not missing:
                 bar.skip(len(batch))
                 continue
@@ -92,7 +79,9 @@ def make_requests(
     dropped: Counter[str] = Counter()
     for prompt in prompts:
         try:
-            ids = render_prompt(target.tokenizer, prompt.messages, config.thinking)
+            ids = render_prompt(
+                target.tokenizer, prompt.messages, config.thinking, tools=prompt.tools
+            )
         except TemplateRefusal as reason:
             dropped[str(reason)] += 1
             continue
@@ -169,6 +158,7 @@ def make_row(
         "key": prompt.key,
         "category": prompt.category,
         "messages": list(prompt.messages),
+        "tools": list(prompt.tools),
         "prompt_ids": request.ids,
         "response_ids": reply.ids,
         "response": target.tokenizer.decode(reply.ids, skip_special_tokens=True),

@@ -287,9 +287,9 @@ def size(count: int) -> str:
     return f"{count / 1024:.0f} kB"
 
 
-def number(count: int | None, unknown: str = "not known before the prompts are loaded") -> str:
+def number(count: int | None) -> str:
     """A count for people."""
-    return unknown if count is None else f"{count:,}"
+    return "not known before the prompts are loaded" if count is None else f"{count:,}"
 
 
 def render(plan: Plan, recipe: Recipe) -> str:

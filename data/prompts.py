@@ -15,6 +15,7 @@ from draftsmith.recipes.files import user_path
 from draftsmith.recipes.schema import DataConfig
 
 Message = dict[str, Any]  # role, content, and what tool calls and reasoning add
+Tool = dict[str, Any]  # a JSON schema of what the target may call
 Split = Literal["train", "test"]
 # Where the row stands (for messages to the user), and its fields.
 Row = tuple[str, Mapping[str, Any]]
@@ -44,6 +45,7 @@ class Prompt:
     key: str
     category: str
     messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def collect(rows: Iterable[Row]) -> PromptSet:
         except Unusable as reason:
             dropped[str(reason)] += 1
             continue
-        content = content_key(prompt.messages)
+        content = content_key(prompt.messages, prompt.tools)
         if content in contents:
             dropped["duplicate"] += 1
         elif prompt.key in keys:
@@ -110,9 +112,10 @@ def keyed_number(seed: int, purpose: str, key: str) -> int:
     return int.from_bytes(digest[:8], "big")
 
 
-def content_key(messages: Sequence[Message]) -> str:
+def content_key(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
     """A key made of what the prompt says, for rows that bring no id."""
-    text = json.dumps(list(messages), sort_keys=True, ensure_ascii=False)
+    said = [list(messages), list(tools)] if tools else list(messages)
+    text = json.dumps(said, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -185,12 +188,12 @@ def _data_set(source: str, path: Path, part: str) -> Iterable[Mapping[str, Any]]
 
 
 def _prompt(where: str, row: Mapping[str, Any]) -> Prompt:
-    messages = _until_answer(_messages(where, row))
+    messages, tools = _until_answer(_messages(where, row)), _tools(where, row.get("tools"))
     given = next((row[field] for field in KEY_FIELDS if row.get(field) is not None), None)
     category = row.get("category")
-    _check_unicode([given, category, messages])
-    key = content_key(messages) if given is None else str(given)
-    return Prompt(key, category if isinstance(category, str) else "uncategorised", messages)
+    _check_unicode([given, category, messages, tools])
+    key = content_key(messages, tools) if given is None else str(given)
+    return Prompt(key, category if isinstance(category, str) else "uncategorised", messages, tools)
 
 
 def _check_unicode(values: object) -> None:
@@ -219,6 +222,19 @@ def _messages(where: str, row: Mapping[str, Any]) -> list[Message]:
         what = "text or a list of turns" if field in ("prompt", "turns") else "a list of turns"
         raise UserError(f"{where}: {field!r} must be {what}, not {type(value).__name__}")
     return [_message(where, turn) for turn in value]
+
+
+def _tools(where: str, value: object) -> tuple[Tool, ...]:
+    """What the target may call: a list of objects, or its JSON text, as Arrow tables need it."""
+    try:
+        tools = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        tools = value
+    if tools is None:
+        return ()
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(f"{where}: 'tools' must be a list of JSON objects, not {value!r:.60}")
+    return tuple(tools)
 
 
 def _message(where: str, turn: object) -> Message:

@@ -36,7 +36,6 @@ class TargetShape:
     layers: int
     max_positions: int
     parameters: int
-    tied: bool
     template: str | None
 
 
@@ -368,6 +367,5 @@ def shape_of(config: Any, template: Any, *, trust_remote_code: bool = False) -> 
         layers=text.num_hidden_layers,
         max_positions=text.max_position_embeddings,
         parameters=sum(p.numel() for p in model.parameters()),
-        tied=bool(text.tie_word_embeddings),
         template=template if template is None or isinstance(template, str) else str(template),
     )

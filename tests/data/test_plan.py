@@ -66,7 +66,6 @@ def test_trained_parameters_are_those_of_the_real_heads(
         layers=target.layers,
         max_positions=4096,
         parameters=1,
-        tied=False,
         template="x",
     )
     assert trained_parameters(config, shape) == real

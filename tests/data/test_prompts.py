@@ -80,6 +80,24 @@ def test_a_tool_call_without_text_keeps_its_call(tmp_path: Path) -> None:
     assert prompt.messages[2]["role"] == "tool"
 
 
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"é": None}}}
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])], ids=["list", "text"])
+def test_the_tools_of_a_row_belong_to_its_prompt(tmp_path: Path, tools: object) -> None:
+    rows = [{"prompt": "a", "tools": tools}, {"prompt": "a"}, {"prompt": "a", "tools": None}]
+    found = load(write(tmp_path / "p.jsonl", [*rows, {"prompt": "a", "tools": []}]))
+    assert [prompt.tools for prompt in found.prompts] == [(TOOL,), ()]
+    assert found.dropped == {"duplicate": 2}
+    assert found.prompts[1].key == content_key([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize("tools", ["look_up", "[" * 100_000, {"name": "x"}, ["look_up"], 3])
+def test_tools_of_another_kind_are_one_clear_line(tmp_path: Path, tools: object) -> None:
+    with pytest.raises(UserError, match=r"p\.jsonl:1: 'tools' must be a list of JSON objects"):
+        load(write(tmp_path / "p.jsonl", [{"prompt": "a", "tools": tools}]))
+
+
 UNUSABLE = {
     "system only": ([{"role": "system", "content": "Be kind."}], "no user turn at the end"),
     "nobody": ([], "no user turn at the end"),
@@ -109,6 +127,7 @@ NO_UNICODE = {
     "category": {"category": HALF, "prompt": "a"},
     "name": {"messages": [{**USER, "name": HALF}]},
     "part": {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]},
+    "tool": {"prompt": "a", "tools": [{"name": HALF}]},
     "tool call": {
         "messages": [{"role": "assistant", "content": "", "tool_calls": [{HALF: HALF}]}, USER]
     },
