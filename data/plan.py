@@ -90,7 +90,7 @@ def check_steps(recipe: Recipe) -> None:
     if written.count and written.max_new_tokens >= data.max_prompt_tokens:
         raise UserError(
             f"data.self_written.max_new_tokens: turns of {written.max_new_tokens} tokens leave no "
-            f"room for the template in prompts of data.max_prompt_tokens "
+            "room for the template in prompts of data.max_prompt_tokens "
             f"({data.max_prompt_tokens}); lower the first or raise the second"
         )
     weights = len(recipe.objective.slot_weights)

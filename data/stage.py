@@ -7,7 +7,7 @@ from textwrap import shorten
 from draftsmith.data.dataset import Document, training_documents
 from draftsmith.data.distill import distil
 from draftsmith.data.prompts import Prompt, listed, load_prompts
-from draftsmith.data.render import sample_text
+from draftsmith.data.render import check_template, sample_text
 from draftsmith.data.self_written import Sieve, find_opening, write_turns
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.schema import Recipe
@@ -43,6 +43,7 @@ def self_written(
     target: Target, recipe: Recipe, training: list[Prompt], folder: Path
 ) -> list[Prompt]:
     """Let the target write prompts, show a few, and say why others were dropped."""
+    check_template(target.tokenizer, recipe.data.thinking, name=target.name)
     opening = find_opening(target, recipe.data.thinking)
     evaluation = load_prompts(recipe.data, split="test", seed=recipe.seed).prompts
     turns = write_turns(target, opening, recipe.data, folder, seed=recipe.seed)

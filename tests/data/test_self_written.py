@@ -147,17 +147,14 @@ def test_an_answer_has_other_random_numbers_than_its_prompt(
     assert len(seeds["user turn"] | seeds["answer"]) == 10
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_file_cut_anywhere_is_completed_to_the_same_bytes(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
-    target = tiny_target(eos=ENDS, dtype=dtype)
+def test_a_file_cut_anywhere_is_completed_to_the_same_bytes(tmp_path: Path) -> None:
+    target = tiny_target(eos=ENDS, dtype=torch.bfloat16)
     rows = write(target, make_config(), tmp_path)
     assert [row["key"] for row in rows] == [f"self-{i:06d}" for i in range(1, 21)]
     assert len({tuple(row["response_ids"]) for row in rows}) > 15
     path = tmp_path / "rows.jsonl"
     whole = path.read_bytes()
-    for size in (0, 1, len(whole) // 3, len(whole) - 1):
+    for size in (0, len(whole) // 3, len(whole) - 1):
         path.write_bytes(whole[:size])
         assert write(target, make_config(), tmp_path) == rows
         assert path.read_bytes() == whole
