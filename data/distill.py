@@ -46,10 +46,28 @@ def distil(
 ) -> DistilSummary:
     """Answer all prompts into `folder`, resuming what is there. Raises UserError."""
     requests, dropped = make_requests(target, prompts, config, seed)
+    made, speed = answer_all(target, prompts, requests, config, folder, seed=seed)
+    return summarise(folder, dropped, made, speed)
+
+
+def answer_all(
+    target: Target,
+    prompts: Sequence[Prompt],
+    requests: Sequence[Request],
+    config: DataConfig,
+    folder: Path,
+    *,
+    seed: int,
+    title: str = "distil",
+) -> tuple[int, float]:
+    """Answer prepared requests into `folder`, resuming what is there.
+
+    Returns the rows that this call made and its tokens per second. `title` names the progress bar.
+    """
     agree_on_manifest(folder, manifest(target, requests, config, seed))
     by_key = {prompt.key: prompt for prompt in prompts}
     started, made, tokens = time.perf_counter(), 0, 0
-    with RowFile(folder / ROWS) as file, Bar(len(requests)) as bar:
+    with RowFile(folder / ROWS) as file, Bar(len(requests), title) as bar:
         for batch in plan(requests, config.distil.batch_size):
             missing = {request.key for request in batch} - file.keys
             if not missing:
@@ -67,7 +85,7 @@ def distil(
             made += len(missing)
             tokens += sum(len(reply.ids) for reply in answers)
             bar.finish_batch(len(batch), tokens)
-    return summarise(folder, dropped, made, tokens / (time.perf_counter() - started))
+    return made, tokens / (time.perf_counter() - started)
 
 
 def make_requests(
@@ -88,22 +106,30 @@ def make_requests(
         if len(ids) > config.max_prompt_tokens:
             dropped[f"prompt longer than {config.max_prompt_tokens} tokens"] += 1
             continue
-        sampling = sampling_of(prompt.key, config.distil, seed)
-        own_seed = keyed_number(seed, "answer", prompt.key) >> 1  # torch takes 63 bits
-        requests.append(Request(prompt.key, ids, sampling, own_seed))
+        requests.append(make_request(prompt.key, ids, config.distil, seed, purpose="answer"))
     if not requests:
         raise UserError(f"{target.name}: no prompt is left to answer. Dropped: {listed(dropped)}")
-    check_room(target, max(len(request.ids) for request in requests) + config.distil.max_new_tokens)
+    longest = max(len(request.ids) for request in requests)
+    knobs = "data.max_prompt_tokens or data.distil.max_new_tokens"
+    check_room(target, longest + config.distil.max_new_tokens, knobs)
     return requests, dropped
 
 
-def check_room(target: Target, needed: int) -> None:
+def make_request(
+    key: str, ids: list[int], config: DistilConfig, seed: int, *, purpose: str
+) -> Request:
+    """A request with random numbers of its own: by key, and by what they are drawn for."""
+    own_seed = keyed_number(seed, purpose, key) >> 1  # torch takes 63 bits
+    return Request(key, ids, sampling_of(key, config, seed), own_seed)
+
+
+def check_room(target: Target, needed: int, knobs: str) -> None:
     """UserError when the longest prompt and its answer do not fit the model's positions."""
     positions = target.config.to_dict().get("max_position_embeddings")
     if positions is not None and needed > positions:
         raise UserError(
             f"{target.name} has {positions} positions and the longest prompt with its answer needs "
-            f"{needed}; lower data.max_prompt_tokens or data.distil.max_new_tokens"
+            f"{needed}; lower {knobs}"
         )
 
 
@@ -185,13 +211,13 @@ def summarise(folder: Path, dropped: Counter[str], made: int, speed: float) -> D
 class Bar:
     """Progress in prompts, moving within a batch too, with tokens per second and the time left."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, title: str) -> None:
         terminal = sys.stderr.isatty()
         self.done = 0
         self.started = time.perf_counter()
         self.bar = tqdm(
             total=total,
-            desc="distil",
+            desc=title,
             mininterval=0.5 if terminal else 15,
             bar_format="{l_bar}{bar}| {n:.0f}/{total} prompts [{elapsed}<{remaining}{postfix}]",
         )

@@ -40,6 +40,18 @@ class DistilConfig(Block):
     batch_size: Positive = 64
 
 
+class SelfWrittenConfig(Block):
+    """Prompts that the target writes itself, as a user would (Magpie, 2406.08464).
+
+    They come on top of the others, `limit` or not, and are answered like them.
+    """
+
+    count: Annotated[int, Field(ge=0)] = 0  # turns that are sampled; the filters leave fewer
+    max_new_tokens: Positive = 96  # a longer turn is dropped
+    temperature: Annotated[float, Field(ge=0.0)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.95
+
+
 class DataConfig(Block):
     """Prompts, their answers, and how answers become training rows."""
 
@@ -50,6 +62,7 @@ class DataConfig(Block):
     eval_split: str = "test"
     grow: Annotated[int, Field(ge=0)] = 0  # prompts that the seeded offline generator adds
     limit: Positive | None = None  # at most this many training prompts, drawn by the seed
+    self_written: SelfWrittenConfig = SelfWrittenConfig()
     thinking: bool | None = None  # passed to the template as `enable_thinking`; None: not passed
     max_prompt_tokens: Positive = 1024
     max_length: Positive = 2048  # tokens of a packed row

@@ -91,6 +91,20 @@ def test_the_plan_counts_without_loading_weights(
     assert "at most" in text and "are free" in text
 
 
+def test_self_written_prompts_are_counted_as_if_all_were_kept(make) -> None:
+    plain, recipe = (
+        make_plan(make()),
+        make(data={"self_written": {"count": 7, "max_new_tokens": 9}}),
+    )
+    plan = make_plan(recipe)
+    assert plan.prompts == 27 and plan.tokens is not None and plain.tokens is not None
+    assert plan.tokens - plain.tokens == 7 * (9 + planning.TEMPLATE_TOKENS + 32)
+    assert plan.disk["self-written turns"] > 0 and "self-written turns" not in plain.disk
+    assert plan.disk["rows"] > plain.disk["rows"]
+    assert "27 to train on (up to 7 self-written), 20 to report on" in render(plan, recipe)
+    assert "self-written" not in render(plain, make())
+
+
 def test_steps_are_an_upper_bound_that_max_steps_cuts(make) -> None:
     recipe = make(train={"epochs": 3, "rows_per_step": 4, "rows_per_micro_batch": 2})
     assert estimate_steps(recipe, tokens=128 * 4) == 3
@@ -107,6 +121,10 @@ def test_steps_are_an_upper_bound_that_max_steps_cuts(make) -> None:
         ({"train": {"rows_per_step": 2}}, "train.rows_per_micro_batch: 4 does not divide"),
         ({"train": {"rows_per_step": 6}}, "train.rows_per_micro_batch: 4 does not divide"),
         ({"data": {"max_prompt_tokens": 128}}, "data.max_prompt_tokens: 128 leaves no room"),
+        (
+            {"data": {"self_written": {"count": 1, "max_new_tokens": 64}}},
+            "data.self_written.max_new_tokens: turns of 64 tokens leave no room",
+        ),
         ({"data": {"held_out": 20}}, "data.held_out: 20 documents are kept away"),
         (
             {"data": {"distil": {"max_new_tokens": 4096}}},
@@ -180,6 +198,8 @@ def test_notes_name_what_does_nothing(make) -> None:
     assert "greedy_share does nothing" in notes
     assert "optim.warmup_steps (1000) outlasts" in notes
     assert make_plan(make(optim={"warmup_steps": 0})).notes == ()
+    same = make(data={"self_written": {"count": 2, "max_new_tokens": 8, "temperature": 0.0}})
+    assert "every turn is the same at temperature 0" in "\n".join(make_plan(same).notes)
 
 
 def test_prompts_on_the_hub_are_not_fetched_for_a_plan(make) -> None:
