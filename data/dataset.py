@@ -66,16 +66,37 @@ def training_documents(folder: Path, config: DataConfig) -> tuple[list[Document]
 def split_held_out(
     documents: Sequence[Document], count: int, seed: int
 ) -> tuple[list[Document], list[Document]]:
-    """(training, held out): chosen by key, so that more or reordered documents change little."""
+    """(training, held out): chosen by key, so that more or reordered documents change little.
+
+    Answers to one prompt stay together, or training would have seen what is held out: the last
+    prompt that is chosen may bring more than `count`.
+    """
     if count >= len(documents):
         raise UserError(
             f"data.held_out: {count} documents are to be kept away from training and there are "
             f"only {len(documents)}; lower it, or give more prompts"
         )
-    ranked = sorted(documents, key=lambda document: keyed_number(seed, "held out", document.key))
-    held = {document.key for document in ranked[:count]}
+    groups: dict[tuple[int, ...], list[Document]] = {}
+    for document in sorted(documents, key=lambda document: document.key):
+        groups.setdefault(prompt_of(document), []).append(document)
+    ranked = sorted(groups.values(), key=lambda group: keyed_number(seed, "held out", group[0].key))
+    held: set[str] = set()
+    for group in ranked:
+        if len(held) >= count:
+            break
+        held.update(document.key for document in group)
     train = [document for document in documents if document.key not in held]
+    if not train:
+        raise UserError(
+            f"data.held_out: {count} documents are to be kept away from training, and with the "
+            "other answers to their prompts that is all; give more prompts"
+        )
     return train, [document for document in documents if document.key in held]
+
+
+def prompt_of(document: Document) -> tuple[int, ...]:
+    """What the answer answers."""
+    return document.ids[: document.supervised.index(True)]
 
 
 def pack(documents: Sequence[Document], max_length: int) -> list[list[int]]:

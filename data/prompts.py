@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -71,8 +71,23 @@ def load_prompts(config: DataConfig, *, split: Split, seed: int) -> PromptSet:
     if not found.prompts:
         raise UserError(f"{source}: no prompt is left. Dropped: {listed(found.dropped)}")
     if train and config.limit is not None:
-        return PromptSet(draw(found.prompts, config.limit, seed), found.dropped)
-    return found
+        found = PromptSet(draw(found.prompts, config.limit, seed), found.dropped)
+    return PromptSet(repeat(found.prompts, config.answers), found.dropped) if train else found
+
+
+def repeat(prompts: Sequence[Prompt], answers: int) -> list[Prompt]:
+    """Every prompt so many times: a copy is another key, and so another draw of the answer."""
+    copies = [
+        replace(prompt, key=f"{prompt.key} (answer {number})")
+        for number in range(2, answers + 1)
+        for prompt in prompts
+    ]
+    taken = {prompt.key for prompt in prompts} & {copy.key for copy in copies}
+    if taken:
+        raise UserError(
+            f"data.answers: the key {min(taken)!r} is needed for another answer; rename that prompt"
+        )
+    return [*prompts, *copies]
 
 
 def collect(rows: Iterable[Row]) -> PromptSet:

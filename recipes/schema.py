@@ -62,6 +62,7 @@ class DataConfig(Block):
     eval_split: str = "test"
     grow: Annotated[int, Field(ge=0)] = 0  # prompts that the seeded offline generator adds
     limit: Positive | None = None  # at most this many training prompts, drawn by the seed
+    answers: Positive = 1  # answers to each of them, sampled: for prompts that are few but good
     self_written: SelfWrittenConfig = SelfWrittenConfig()
     thinking: bool | None = None  # passed to the template as `enable_thinking`; None: not passed
     max_prompt_tokens: Positive = 1024
@@ -71,6 +72,16 @@ class DataConfig(Block):
     cut_answers: Literal["keep", "mask_last", "drop"] = "keep"
     held_out: Positive = 64  # documents kept away from training, for the walk
     distil: DistilConfig = DistilConfig()
+
+    @model_validator(mode="after")
+    def check_answers(self) -> Self:
+        """Greedy answers to one prompt are all the same."""
+        if self.answers > 1 and self.distil.temperature == 0:
+            raise ValueError(
+                f"answers: {self.answers} of a prompt are equal at temperature 0; "
+                "set distil.temperature, or answers: 1"
+            )
+        return self
 
 
 class MedusaConfig(Block):

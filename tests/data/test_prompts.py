@@ -164,6 +164,20 @@ def test_duplicates_and_clashing_ids_are_counted(tmp_path: Path) -> None:
     assert found.dropped == {"duplicate": 1, "id of another prompt": 1}
 
 
+def test_several_answers_are_copies_of_a_prompt_under_keys_of_their_own(tmp_path: Path) -> None:
+    source = write(tmp_path / "p.jsonl", [{"id": i, "prompt": f"say {i}"} for i in range(4)])
+    hot = {"temperature": 1.0}
+    found = load(source, limit=3, answers=2, distil=hot).prompts
+    assert len({prompt.key for prompt in found}) == 6
+    assert len({prompt.messages[0]["content"] for prompt in found}) == 3
+    assert keys(found)[:3] == keys(load(source, limit=3).prompts)  # the first ones are themselves
+    with pytest.raises(ValueError, match="equal at temperature 0"):
+        DataConfig(answers=2)
+    rows = [{"id": "a", "prompt": "x"}, {"id": "a (answer 2)", "prompt": "y"}]
+    with pytest.raises(UserError, match="needed for another answer"):
+        load(write(tmp_path / "q.jsonl", rows), answers=2, distil=hot)
+
+
 def test_limit_draws_the_same_prompts_in_any_order_and_grows_by_addition(tmp_path: Path) -> None:
     rows: list[object] = [{"prompt": f"question {i}"} for i in range(50)]
     first = keys(load(write(tmp_path / "p.jsonl", rows), limit=10).prompts)
