@@ -24,7 +24,7 @@ COSMETIC = (
     "train.trackers",
 )
 # and these only the order in which numbers are added up: a run may go on with others.
-ROUNDING = ("train.rows_per_micro_batch", "train.chunk", "target.device")
+ROUNDING = ("train.rows_per_micro_batch", "train.chunk", "train.feature_cache", "target.device")
 
 # The prompts of the report, which only it reads.
 EVALUATION = ("data.eval_prompts", "data.eval_split")

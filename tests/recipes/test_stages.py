@@ -85,9 +85,10 @@ def test_a_deleted_result_is_made_again_with_any_settings(tmp_path: Path) -> Non
         ({"eval": {"repeats": 3}}, (EVAL,)),
         ({"data": {"eval_prompts": "other.jsonl", "eval_split": "x"}}, (EVAL,)),
         ({"train": {"log_every": 1, "trackers": ["wandb"]}}, ()),
+        ({"train": {"chunk": 1, "feature_cache": True}}, ()),
         ({"runs": "elsewhere"}, ()),
     ],
-    ids=["distil", "held_out", "lr", "repeats", "eval_prompts", "cosmetic", "place"],
+    ids=["distil", "held_out", "lr", "repeats", "eval_prompts", "cosmetic", "rounding", "place"],
 )
 def test_a_change_touches_the_stages_that_depend_on_it(
     tmp_path: Path, change: dict[str, Any], stages: tuple[Stage, ...]
