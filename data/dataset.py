@@ -1,6 +1,8 @@
 """Distilled rows to documents, and documents to packed batches."""
 
+import hashlib
 import random
+from array import array
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -99,6 +101,14 @@ def prompt_of(document: Document) -> tuple[int, ...]:
     return document.ids[: document.supervised.index(True)]
 
 
+def fingerprint(documents: Sequence[Document]) -> str:
+    """Digest of what is trained on: ids and their supervision, in order."""
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(array("q", document.ids).tobytes() + bytes(document.supervised) + b";")
+    return digest.hexdigest()
+
+
 def pack(documents: Sequence[Document], max_length: int) -> list[list[int]]:
     """Indices of documents for rows of at most `max_length` tokens: best fit, longest first.
 
@@ -131,7 +141,7 @@ class PackedRows:
     """Documents in packed rows: which rows an optimizer step sees, and their batches."""
 
     def __init__(self, documents: Sequence[Document], max_length: int) -> None:
-        self.documents = documents
+        self.documents, self.max_length = documents, max_length
         self.rows = pack(documents, max_length)
         self.tokens = sum(len(document.ids) for document in documents)
         self.supervised = sum(sum(document.supervised) for document in documents)

@@ -7,18 +7,16 @@ that it would have met.
 """
 
 import hashlib
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
-from tqdm import tqdm
 
+from draftsmith.data.bar import Bar
 from draftsmith.data.generate import Answer, Request, answer
 from draftsmith.data.prompts import Prompt, keyed_number, listed
 from draftsmith.data.render import TemplateRefusal, check_template, render_prompt
@@ -67,7 +65,8 @@ def answer_all(
     agree_on_manifest(folder, manifest(target, requests, config, seed))
     by_key = {prompt.key: prompt for prompt in prompts}
     started, made, tokens = time.perf_counter(), 0, 0
-    with RowFile(folder / ROWS) as file, Bar(len(requests), title) as bar:
+    bar = Bar(len(requests), name=title, unit="prompts")
+    with RowFile(folder / ROWS) as file, bar:
         for batch in plan(requests, config.distil.batch_size):
             missing = {request.key for request in batch} - file.keys
             if not missing:
@@ -164,7 +163,7 @@ def manifest(
 
 
 def answer_within_memory(
-    target: Target, batch: Sequence[Request], config: DistilConfig, bar: "Bar"
+    target: Target, batch: Sequence[Request], config: DistilConfig, bar: Bar
 ) -> list[Answer]:
     """Answer a batch; UserError when the device's memory does not hold it."""
     try:
@@ -206,46 +205,3 @@ def summarise(folder: Path, dropped: Counter[str], made: int, speed: float) -> D
         made=made,
         tokens_per_second=speed,
     )
-
-
-class Bar:
-    """Progress in prompts, moving within a batch too, with tokens per second and the time left."""
-
-    def __init__(self, total: int, title: str) -> None:
-        terminal = sys.stderr.isatty()
-        self.done = 0
-        self.started = time.perf_counter()
-        self.bar = tqdm(
-            total=total,
-            desc=title,
-            mininterval=0.5 if terminal else 15,
-            bar_format="{l_bar}{bar}| {n:.0f}/{total} prompts [{elapsed}<{remaining}{postfix}]",
-        )
-
-    def skip(self, count: int) -> None:
-        """Prompts that were answered before: no time was spent on them."""
-        self.bar.initial += count
-        self.finish_batch(count, 0)
-
-    def within_batch(self, answered: float) -> None:
-        """So many prompts of the running batch are answered."""
-        self.bar.update(self.done + answered - self.bar.n)
-
-    def finish_batch(self, count: int, tokens: int) -> None:
-        """A batch is on the disk; `tokens` were generated so far."""
-        self.done += count
-        if tokens:
-            speed = tokens / (time.perf_counter() - self.started)
-            self.bar.set_postfix_str(f"{speed:.0f} tok/s", refresh=False)
-        self.bar.update(self.done - self.bar.n)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.bar.close()

@@ -65,7 +65,7 @@ def make_plan(recipe: Recipe) -> Plan:
         steps=estimate_steps(recipe, tokens),
         memory=estimate_memory(recipe, shape, trained),
         memory_total=device_memory(recipe),
-        disk=estimate_disk(recipe, trained, tokens or 0),
+        disk=estimate_disk(recipe, shape, trained, tokens or 0),
         disk_free=free_disk(run_folder(recipe)),
         notes=find_notes(recipe, estimate_steps(recipe, tokens)),
     )
@@ -258,17 +258,26 @@ def device_memory(recipe: Recipe) -> int:
     return int(psutil.virtual_memory().total)
 
 
-def estimate_disk(recipe: Recipe, trained: int, tokens: int) -> dict[str, int]:
+def estimate_disk(recipe: Recipe, shape: TargetShape, trained: int, tokens: int) -> dict[str, int]:
     """Bytes that the run will write, by part."""
     kept = recipe.train.keep_checkpoints + 1  # a new one is whole before an old one goes
     turns = written_tokens(recipe) * ROW_BYTES
+    features = {"features": estimate_features(recipe, shape, tokens)}
     return {
         **({"self-written turns": turns} if turns else {}),
         "rows": tokens * ROW_BYTES,
+        **(features if recipe.train.feature_cache else {}),
         "checkpoints": kept * trained * 3 * FULL,
         "drafter": 2 * trained * FULL,  # the new one is whole before the old one goes
         "report and log": 8 << 20,
     }
+
+
+def estimate_features(recipe: Recipe, shape: TargetShape, tokens: int) -> int:
+    """Bytes of the feature cache that are not written yet."""
+    shards = (run_folder(recipe) / "features").glob("shard-*")
+    there = sum(shard.stat().st_size for shard in shards)
+    return max(0, tokens * shape.hidden_size * BYTES[recipe.target.dtype] - there)
 
 
 def free_disk(folder: Path) -> int:
@@ -288,9 +297,11 @@ def free_disk(folder: Path) -> int:
 def check_room(plan: Plan) -> None:
     """Refuse what this machine cannot hold."""
     if sum(plan.disk.values()) > plan.disk_free:
+        cache = " or leave out train.feature_cache" if "features" in plan.disk else ""
         raise UserError(
             f"the run needs {size(sum(plan.disk.values()))} of disk and {size(plan.disk_free)} are "
             "free; free some, give another folder (runs=FOLDER), or lower train.keep_checkpoints"
+            + cache
         )
     certain = plan.memory["frozen weights"] + plan.memory["trained weights, gradients, optimizer"]
     if certain > plan.memory_total:

@@ -142,6 +142,9 @@ class TrainConfig(Block):
     rows_per_micro_batch: Positive = 4  # packed rows of one forward; the rest is accumulation
     precision: Literal["bf16", "fp32"] = "bf16"
     chunk: Positive = 256  # groups projected to the vocabulary at once
+    feature_cache: bool = (
+        False  # keep the target's states on disk; epochs after the first read them
+    )
     log_every: Positive = 10
     eval_every: Positive = 200
     save_every: Positive = 200

@@ -24,7 +24,7 @@ COSMETIC = (
     "train.trackers",
 )
 # and these only the order in which numbers are added up: a run may go on with others.
-ROUNDING = ("train.rows_per_micro_batch", "train.chunk", "target.device")
+ROUNDING = ("train.rows_per_micro_batch", "train.chunk", "train.feature_cache", "target.device")
 
 # The prompts of the report, which only it reads; and the data stage, to keep self-written prompts
 # apart from them.
@@ -42,7 +42,16 @@ class Stage:
     but: tuple[str, ...] = ()  # dotted keys in those blocks that it does not depend on
 
 
-ROWS = ("seed", "target", "data.prompts", "data.split", "data.grow", "data.limit", "data.thinking")
+ROWS = (
+    "seed",
+    "target",
+    "data.prompts",
+    "data.split",
+    "data.grow",
+    "data.limit",
+    "data.answers",
+    "data.thinking",
+)
 DATA = Stage(
     "data",
     (*ROWS, "data.self_written", "data.max_prompt_tokens", "data.distil"),

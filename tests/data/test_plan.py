@@ -1,6 +1,9 @@
 """The plan: counts that agree with the real thing, and refusals before any weight is loaded."""
 
+import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from draftsmith.data.plan import (
 )
 from draftsmith.drafters.methods import build, trainable
 from draftsmith.drafters.target import TargetShape, describe
+from draftsmith.recipes.entry import run_folder
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MedusaConfig, Recipe, TargetConfig
 from tests.tiny import tiny_target
@@ -167,6 +171,21 @@ def test_a_disk_that_is_too_small_is_refused(make, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(planning, "free_disk", lambda folder: 1000)
     with pytest.raises(UserError, match=r"of disk and 1 kB are free; free some"):
         make_plan(make())
+
+
+def test_the_feature_cache_is_a_part_of_the_disk(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "features" not in make_plan(make()).disk
+    recipe = make(train={"feature_cache": True})
+    plan = make_plan(recipe)
+    assert plan.tokens is not None and plan.disk["features"] == plan.tokens * 32 * 2
+    assert re.search(r"\n +[0-9.]+ kB  features\n", render(plan, recipe))
+    shard = run_folder(recipe) / "features" / "shard-00000.safetensors"
+    shard.parent.mkdir(parents=True)
+    shard.write_bytes(b"x" * 1000)
+    assert make_plan(recipe).disk["features"] == plan.disk["features"] - 1000
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(UserError, match=r"1 kB are free; .* or leave out train\.feature_cache"):
+        make_plan(recipe)
 
 
 def test_a_memory_that_is_too_small_is_refused(make, monkeypatch: pytest.MonkeyPatch) -> None:

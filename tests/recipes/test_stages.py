@@ -88,6 +88,7 @@ def test_a_deleted_result_is_made_again_with_any_settings(tmp_path: Path) -> Non
         ({"eval": {"repeats": 3}}, (EVAL,)),
         ({"data": {"eval_prompts": "other.jsonl", "eval_split": "x"}}, (EVAL,)),
         ({"train": {"log_every": 1, "trackers": ["wandb"]}}, ()),
+        ({"train": {"chunk": 1, "feature_cache": True}}, ()),
         ({"runs": "elsewhere"}, ()),
     ],
     ids=[
@@ -98,6 +99,7 @@ def test_a_deleted_result_is_made_again_with_any_settings(tmp_path: Path) -> Non
         "repeats",
         "eval_prompts",
         "cosmetic",
+        "rounding",
         "place",
     ],
 )
