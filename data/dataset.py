@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from draftsmith.data.prompts import keyed_number, listed
+from draftsmith.data.prompts import first_key, keyed_number, listed
 from draftsmith.data.rows import check_complete, read_rows
 from draftsmith.drafters.slots import Batch
 from draftsmith.recipes.errors import UserError
@@ -78,15 +78,13 @@ def split_held_out(
             f"data.held_out: {count} documents are to be kept away from training and there are "
             f"only {len(documents)}; lower it, or give more prompts"
         )
-    groups: dict[tuple[int, ...], list[Document]] = {}
-    for document in sorted(documents, key=lambda document: document.key):
-        groups.setdefault(prompt_of(document), []).append(document)
-    ranked = sorted(groups.values(), key=lambda group: keyed_number(seed, "held out", group[0].key))
-    held: set[str] = set()
-    for group in ranked:
-        if len(held) >= count:
+    answers = Counter(first_key(document.key) for document in documents)
+    prompts: set[str] = set()
+    for prompt in sorted(answers, key=lambda key: keyed_number(seed, "held out", key)):
+        if sum(answers[key] for key in prompts) >= count:
             break
-        held.update(document.key for document in group)
+        prompts.add(prompt)
+    held = {document.key for document in documents if first_key(document.key) in prompts}
     train = [document for document in documents if document.key not in held]
     if not train:
         raise UserError(
@@ -94,11 +92,6 @@ def split_held_out(
             "other answers to their prompts that is all; give more prompts"
         )
     return train, [document for document in documents if document.key in held]
-
-
-def prompt_of(document: Document) -> tuple[int, ...]:
-    """What the answer answers."""
-    return document.ids[: document.supervised.index(True)]
 
 
 def fingerprint(documents: Sequence[Document]) -> str:

@@ -70,7 +70,10 @@ class Decoding:
         self.target, self.cache = target, target.new_cache()
         width = max(map(len, prompts))
         padding = torch.tensor([width - len(ids) for ids in prompts])
-        self.padded = bool(padding.any())
+        # A mask is not only for padding: on CPUs torch is twice as slow without one (a step of 64
+        # rows at a context of 200: 0.51 s and 0.22 s).
+        several = len(prompts) > 1 and target.device.type == "cpu"
+        self.masked = bool(padding.any()) or several
         padded = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts])
         self.ids = padded.to(target.device)  # [B, P]
         self.padding = padding.to(target.device)  # [B]
@@ -83,7 +86,7 @@ class Decoding:
         columns = torch.arange(width, device=self.target.device)
         positions = (columns - self.padding[:, None]).clamp(min=0)  # [B, P]
         mask = None
-        if self.padded:
+        if self.masked:
             causal = columns[:, None] >= columns
             own = columns[:, None] == columns  # padding sees itself: a row that sees nothing is NaN
             mask = ((self.visible[:, None, :width] & causal) | own)[:, None]  # [B, 1, P, P]
@@ -93,7 +96,7 @@ class Decoding:
         """Feed one token [b] of every row; their states [b, D]."""
         length = self.cache.length
         positions = (length - self.padding)[:, None]
-        mask = self.visible[:, None, None, : length + 1] if self.padded else None
+        mask = self.visible[:, None, None, : length + 1] if self.masked else None
         return self.target.step(tokens[:, None], positions, self.cache, mask)[:, 0]
 
     def select(self, rows: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -112,6 +113,11 @@ def collect(rows: Iterable[Row]) -> PromptSet:
             keys.add(prompt.key)
             contents.add(content)
     return PromptSet(prompts, dropped)
+
+
+def first_key(key: str) -> str:
+    """The key of a prompt's first answer, from the key of any."""
+    return re.sub(r" \(answer [0-9]+\)$", "", key)
 
 
 def draw(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:

@@ -36,12 +36,6 @@ def documents(seed: int, count: int, longest: int) -> list[Document]:
     return [document(numbers.randint(1, longest), str(i)) for i in range(count)]
 
 
-def asked(prompt: int, key: str | None = None) -> Document:
-    """A short answer to a prompt of one token."""
-    ids = (1000 + prompt, 5, 6)
-    return Document(key or str(prompt), "c", ids, (False, True, True), True, "stop")
-
-
 def test_ids_are_kept_as_generated_and_the_answer_is_supervised() -> None:
     (found,), dropped = documents_from_rows([row(3, 2, temperature=0.7)], DataConfig())
     assert found.ids == (100, 101, 102, 103, 104) and not dropped
@@ -85,7 +79,7 @@ def test_too_little_to_learn_from_is_dropped_and_counted() -> None:
 
 
 def test_held_out_documents_do_not_depend_on_order_or_number() -> None:
-    all_of_them = [asked(i) for i in range(60)]
+    all_of_them = documents(0, 60, 9)
     train, held = split_held_out(all_of_them, 10, seed=3)
     assert len(held) == 10 and len(train) == 50
     assert {d.key for d in train}.isdisjoint(d.key for d in held)
@@ -99,17 +93,20 @@ def test_held_out_documents_do_not_depend_on_order_or_number() -> None:
 
 
 def test_answers_to_one_prompt_are_held_out_together() -> None:
-    several = [asked(i // 3, f"{i // 3} ({i % 3})") for i in range(60)]
+    endings = ["", " (answer 2)", " (answer 13)"]
+    several = [document(4, f"{i}{ending}") for i in range(20) for ending in endings]
     train, held = split_held_out(several, 10, seed=3)
     assert len(held) == 12  # the tenth document's prompt has two more answers
-    assert {d.ids[0] for d in train}.isdisjoint(d.ids[0] for d in held)
+    first = [{d.key.split()[0] for d in part} for part in (train, held)]
+    assert len(first[1]) == 4 and first[0].isdisjoint(first[1])
 
 
 def test_holding_everything_out_is_an_error() -> None:
+    endings = ["", " (answer 2)", " (answer 13)"]
     with pytest.raises(UserError, match=r"data.held_out: 3 documents .* only 3"):
         split_held_out(documents(0, 3, 4), 3, seed=0)
     with pytest.raises(UserError, match=r"data.held_out: 2 documents .* other answers"):
-        split_held_out([asked(1, key) for key in "abc"], 2, seed=0)
+        split_held_out([document(4, f"a{ending}") for ending in endings], 2, seed=0)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -160,7 +160,7 @@ def test_another_recipe_cannot_resume(stopped, target, run, change, names):
 
 
 def test_other_rows_cannot_resume(stopped, target, run):
-    save_rows(run, [counting_row(number) for number in range(60)], target)
+    save_rows(run, [counting_row(number) for number in range(49)], target)
     with pytest.raises(UserError, match="changed: the training rows"):
         train(stopped, run)
 
