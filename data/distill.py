@@ -77,8 +77,9 @@ def distil(
                 ]
             )
             made += len(missing)
-            tokens += sum(len(reply.ids) for reply in answers)
-            bar.finish_batch(len(batch), tokens)
+            fresh = sum(len(reply.ids) for reply in answers)
+            tokens += fresh
+            bar.finish_batch(len(batch), fresh)
     return summarise(folder, dropped, made, tokens / (time.perf_counter() - started))
 
 
