@@ -13,7 +13,7 @@ class Bar:
 
     def __init__(self, total: int, *, name: str, unit: str, shown: bool = True) -> None:
         terminal = sys.stderr.isatty()
-        self.done = 0
+        self.done, self.tokens = 0, 0
         self.started = time.perf_counter()
         self.bar = tqdm(
             total=total,
@@ -34,10 +34,11 @@ class Bar:
         self.bar.update(self.done + part - self.bar.n)
 
     def finish_batch(self, count: int, tokens: int) -> None:
-        """A batch is on the disk; so many `tokens` were made by now."""
+        """A batch is done; so many `tokens` were made in it."""
         self.done += count
+        self.tokens += tokens
         if tokens:
-            speed = tokens / (time.perf_counter() - self.started)
+            speed = self.tokens / (time.perf_counter() - self.started)
             self.bar.set_postfix_str(f"{speed:.0f} tok/s", refresh=False)
         self.bar.update(self.done - self.bar.n)
 

@@ -82,8 +82,9 @@ def answer_all(
                 ]
             )
             made += len(missing)
-            tokens += sum(len(reply.ids) for reply in answers)
-            bar.finish_batch(len(batch), tokens)
+            fresh = sum(len(reply.ids) for reply in answers)
+            tokens += fresh
+            bar.finish_batch(len(batch), fresh)
     return made, tokens / (time.perf_counter() - started)
 
 

@@ -73,16 +73,15 @@ class FeatureCache:
         """
         rank, ranks = share
         shards = [shard for shard in self.missing() if shard % ranks == rank]
+        if not shards:
+            return
         count = sum(len(self.rows_of(shard)) for shard in shards)
-        text = json.dumps(self.manifest(), indent=2, sort_keys=True) + "\n"
         try:
-            write_text(self.folder / MANIFEST, text)
+            text = json.dumps(self.manifest(), indent=2, sort_keys=True)
+            write_text(self.folder / MANIFEST, text + "\n")
             with Bar(count, name="features", unit="rows", shown=shown) as bar:
-                tokens = 0
                 for shard in shards:
                     self.fill_shard(shard, bar)
-                    tokens += self.tokens(shard)
-                    bar.finish_batch(len(self.rows_of(shard)), tokens)
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"{cannot_write(self.folder, error)}: its whole shards are kept; or leave out "
@@ -92,9 +91,9 @@ class FeatureCache:
     def fill_shard(self, shard: int, bar: Bar) -> None:
         """Compute a shard and write it: beside its place, synced, then renamed into it."""
         tensors: dict[str, Tensor] = {}
-        for done, row in enumerate(self.rows_of(shard), start=1):
+        for row in self.rows_of(shard):
             tensors |= self.compute(row)
-            bar.within_batch(done)
+            bar.finish_batch(1, self.rows.length(row))
         path = self.path(shard)
         partial = path.with_name(f".{path.name}.partial")  # the next try overwrites it
         save_file(tensors, partial)
@@ -160,14 +159,11 @@ class FeatureCache:
         first = shard * ROWS_PER_SHARD
         return range(first, min(first + ROWS_PER_SHARD, len(self.rows)))
 
-    def tokens(self, shard: int) -> int:
-        """The tokens of its rows."""
-        return sum(map(self.rows.length, self.rows_of(shard)))
-
     def shard_bytes(self, shard: int) -> int:
         """Bytes of a shard's numbers; its header adds about a hundred a row."""
+        tokens = sum(map(self.rows.length, self.rows_of(shard)))
         width = self.target.hidden_size * (1 + len(self.taps))
-        return int(self.tokens(shard) * width * self.target.dtype.itemsize)
+        return int(tokens * width * self.target.dtype.itemsize)
 
 
 def check_manifest(folder: Path, manifest: dict[str, Any]) -> None:

@@ -156,6 +156,8 @@ def find_notes(recipe: Recipe, steps: int | None) -> tuple[str, ...]:
     ]
     if steps is not None and optim.warmup_steps >= steps:
         found.append(f"optim.warmup_steps ({optim.warmup_steps}) outlasts the training")
+    if recipe.train.feature_cache and recipe.train.epochs == 1:
+        found.append("train.feature_cache saves no time in one epoch, only in those after it")
     if distil.temperature == 0 and distil.greedy_share > 0:
         found.append(
             "data.distil.greedy_share does nothing at temperature 0, all answers are greedy"

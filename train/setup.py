@@ -63,7 +63,7 @@ class Training:
     meter: Meter
     features: FeatureCache | None = None  # None: the target computes its states in every step
     step: int = 0
-    seconds: float = 0.0  # spent in steps
+    seconds: float = 0.0  # spent in steps, and on the feature cache before them
     supervised: int = 0  # tokens learned from, up to the last log line
     grad_norm: float = 0.0  # before clipping, of the last step that was not skipped
     parameters: dict[str, nn.Parameter] = field(init=False)

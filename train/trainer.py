@@ -42,6 +42,7 @@ def cache_features(t: Training) -> None:
     """Compute the target's states of all rows, or what is missing of them, where asked to."""
     if not t.recipe.train.feature_cache or t.step == t.total:
         return
+    began = time.perf_counter()
     cache = FeatureCache(t.target, t.rows, t.folder / "features")
     t.journal.say(cache.check())
     t.accelerator.wait_for_everyone()  # nothing is written before all have checked
@@ -49,6 +50,7 @@ def cache_features(t: Training) -> None:
     cache.fill(share=share, shown=t.accelerator.is_main_process)
     t.accelerator.wait_for_everyone()
     t.features = cache
+    t.seconds += time.perf_counter() - began
 
 
 def fit(t: Training) -> None:

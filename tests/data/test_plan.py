@@ -211,11 +211,13 @@ def test_notes_name_what_does_nothing(make) -> None:
     recipe = make(
         data={"distil": {"max_new_tokens": 32, "top_p": 0.9, "greedy_share": 0.5}},
         optim={"warmup_steps": 1000},
+        train={"epochs": 1, "feature_cache": True},
     )
     notes = "\n".join(make_plan(recipe).notes)
     assert "data.distil: top_p and top_k do nothing" in notes
     assert "greedy_share does nothing" in notes
     assert "optim.warmup_steps (1000) outlasts" in notes
+    assert "train.feature_cache saves no time" in notes
     assert make_plan(make(optim={"warmup_steps": 0})).notes == ()
     same = make(data={"self_written": {"count": 2, "max_new_tokens": 8, "temperature": 0.0}})
     assert "every turn is the same at temperature 0" in "\n".join(make_plan(same).notes)

@@ -100,7 +100,8 @@ def test_stopped_in_the_cache_and_in_training_it_ends_as_undisturbed(target, mak
     recipe = cached_recipe(target, train={"save_every": 2})
     whole, broken = make_run("whole"), make_run("broken")
     train(recipe, whole)
-    for owner, name, number in ((features, "save_file", 2), (trainer, "take_step", 4)):
+    deaths = ((features, "save_file", 1), (features, "sync", 3), (trainer, "take_step", 4))
+    for owner, name, number in deaths:
         with monkeypatch.context() as patch:
             stop_at(patch, owner, name, number)
             with pytest.raises(Stop):
