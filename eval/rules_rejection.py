@@ -30,11 +30,12 @@ def rejection(laws: Laws, proposal: Proposal, coins: Coins, *, lenience: float =
         p = laws.at(rows, node)  # [b, V]
 
         def accept(at: Tensor, child: Tensor) -> Tensor:
-            q = lenience * proposal.law(rows[at], child, laws.width).to(p.dtype)
+            q = proposal.law(rows[at], child, laws.width).to(p.dtype)  # [a, V]
             draft = proposal.tokens[rows[at], child - 1]
-            taken = coins.flip(of_token(p[at], draft), drawn_with(q, draft), rows[at])
+            taken = coins.flip(p[at, draft], lenience * drawn_with(q, draft), rows[at])
             missed = at[~taken]
-            p[missed] = residual(p[missed], q[~taken])
+            if missed.numel():
+                p[missed] = residual(p[missed], lenience * q[~taken])
             return taken
 
         taken = try_children(offspring(proposal, rows, node), accept)
@@ -79,19 +80,19 @@ def k_sequential(laws: Laws, proposal: Proposal, coins: Coins, *, rho: float = 1
     """
 
     def step(rows: Tensor, node: Tensor) -> tuple[Tensor, Tensor]:
-        p = laws.at(rows, node).double()  # [b, V]
+        p = laws.at(rows, node)  # [b, V]
         children = offspring(proposal, rows, node)  # [b, C]
         if not children.numel():
             return torch.zeros_like(rows), coins.draw(p, rows)
         count = (children > 0).sum(dim=1)
         first = children[:, 0].clamp(min=1)  # q of a row without children: nothing is read of it
-        q = proposal.law(rows, first, laws.width).double()
+        q = proposal.law(rows, first, laws.width).to(p.dtype)
         scale = smallest_scale(p, q, count, rho)
 
         def accept(at: Tensor, child: Tensor) -> Tensor:
             draft = proposal.tokens[rows[at], child - 1]
             limit = scale[at] * drawn_with(q[at], draft)
-            return coins.flip(of_token(p[at], draft), limit, rows[at])
+            return coins.flip(p[at, draft], limit, rows[at])
 
         taken = try_children(children, accept)
         return taken, draw_where(taken == 0, unspent(p, q, count, scale), rows, coins)
@@ -106,9 +107,8 @@ def smallest_scale(p: Tensor, q: Tensor, count: Tensor, least: float) -> Tensor:
     Returns a scale at which it holds, at most (k - least) / 2^HALVINGS above the smallest.
     """
     low = p.new_full(count.shape, least)
-    high = torch.maximum(low, count.to(p.dtype))
     enough = covered(p, q, count, low) <= low
-    high = torch.where(enough, low, high)
+    high = torch.where(enough, low, count.to(p.dtype))
     for _ in range(HALVINGS):
         if bool(enough.all()):
             break
