@@ -22,7 +22,8 @@ def trained_parameters(config: DrafterConfig, shape: TargetShape) -> int:
         case MedusaConfig():
             size, rows = shape.hidden_size, config.draft_vocab or shape.vocab_size
             extra = {"shared": 0, "low_rank": config.rank * (size + rows), "own": rows * size}
-            return config.heads * (size * size + size + extra[config.projection])
+            blocks = (1 + config.reads_root) * size * size + size
+            return config.heads * (blocks + extra[config.projection])
         case DraftModelConfig(models=()):
             layers = [shape.layer_parameters[i] for i in spread(shape.layers, config.layers)]
             embedding = shape.embedding_parameters

@@ -153,6 +153,13 @@ class DraftModel(nn.Module):
         head = Head(head.shared if head.own is None else head.own[0], None, head.ids)
         return top_tokens(at_slots(hidden, labels), head, count, chunk=chunk, adjust=adjust)
 
+    def assistance(self) -> dict[str, Any] | None:
+        """One model of the target's vocabulary size; how much it drafts, transformers chooses."""
+        (model, *others), size = self.writers, self.target.vocab_size
+        if others or model.model.vocab_size != size:
+            return None
+        return {"assistant_model": model.model.model}
+
     def cache_bytes_per_token(self) -> int:
         """Of all models."""
         return sum(writer.cache_bytes_per_token() for writer in self.writers)

@@ -78,6 +78,13 @@ class PromptLookup(nn.Module):
             found[group, : len(drafts), 0] = drafts
         return found.to(batch.ids.device)
 
+    def assistance(self) -> dict[str, Any] | None:
+        """What transformers calls the same; it always goes down to single tokens."""
+        return {
+            "prompt_lookup_num_tokens": self.config.draft_tokens,
+            "max_matching_ngram_size": self.config.max_ngram,
+        }
+
     def cache_bytes_per_token(self) -> int:
         """One id."""
         return 8

@@ -42,6 +42,14 @@ class Drafter(Protocol):
     old root and those drafts; verdict.next is its new root. Gives the next state.
 
     `select(state, rows [b])` keeps these rows of the batch, in this order: the others have ended.
+
+    Decoding is simulated, and trees are searched, on `guesses(batch, states, roots, ...)`: the best
+    `count` tokens of slots 1..`slots` of every root, best first, if the text before each slot is
+    what was drafted: [N, slots, count], NO_GUESS where there is none. `chunk` groups are projected
+    to the vocabulary at once.
+
+    `assistance()` gives the arguments with which transformers' assisted generation drafts the same
+    way; None: it cannot.
     """
 
     depth: int  # K, the slots
@@ -74,6 +82,7 @@ class Drafter(Protocol):
         chunk: int,
     ) -> Tensor: ...
     def cache_bytes_per_token(self) -> int: ...
+    def assistance(self) -> dict[str, Any] | None: ...
     def native_tensors(self) -> dict[str, Tensor]: ...
     def load_native(self, tensors: Mapping[str, Tensor]) -> None: ...
     def native_config(self, meta: Mapping[str, Any]) -> dict[str, Any]: ...

@@ -156,6 +156,10 @@ class NgramTable(nn.Module):
         found = [best_columns(self.laws(part), count) for part in distinct.split(chunk)]
         return torch.cat(found)[place].view(*labels.label.shape, count)
 
+    def assistance(self) -> dict[str, Any] | None:
+        """None: transformers has no tables."""
+        return None
+
     def cache_bytes_per_token(self) -> int:
         """One id."""
         return 8

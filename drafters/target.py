@@ -38,7 +38,6 @@ class TargetShape:
     parameters: int
     layer_parameters: tuple[int, ...]  # of every decoder layer; empty where they are no stack
     embedding_parameters: int  # and of the head, where it is not tied to the embedding
-    tied: bool
     template: str | None
 
 
@@ -61,6 +60,7 @@ class Target:
         self.base = model.get_decoder()
         self.config = model.config.get_text_config()
         self.head_weight: Tensor = model.get_output_embeddings().weight  # [V, D]
+        self.embedding: Tensor = model.get_input_embeddings().weight  # [V, D]
         self.vocab_size, self.hidden_size = self.head_weight.shape
         self.layers = int(self.config.num_hidden_layers)
         self.dtype, self.device = self.head_weight.dtype, self.head_weight.device
@@ -393,6 +393,5 @@ def shape_of(config: Any, template: Any, *, trust_remote_code: bool = False) -> 
         parameters=sum(p.numel() for p in model.parameters()),
         layer_parameters=tuple(sum(p.numel() for p in layer.parameters()) for layer in stack),
         embedding_parameters=embedding.numel() + (0 if tied else head.numel()),
-        tied=tied,
         template=template if template is None or isinstance(template, str) else str(template),
     )

@@ -1,11 +1,12 @@
 """Arms, and their interleaved measurement: each prompt by every arm in turn, in one process."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig
 
@@ -17,7 +18,7 @@ from draftsmith.eval.decode import Decoded, Round, clock, decode
 from draftsmith.eval.summary import Trial
 from draftsmith.eval.verify import RuleSpec, point_mass
 
-PLAIN, GENERATE = "plain", "transformers.generate"
+PLAIN, GENERATE, ASSISTED = "plain", "transformers.generate", "transformers assisted"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Arm:
     drafter: Drafter | None = None
     tree: Tree | None = None
     rule: RuleSpec = point_mass
+    assistance: Mapping[str, Any] | None = None  # what `transformers` drafts with
 
     @property
     def acceptance(self) -> str:
@@ -51,9 +53,11 @@ class BenchPrompt:
 
 
 def greedy_arms(drafter: Drafter, kind: str, chain: Tree, tree: Tree) -> list[Arm]:
-    """Both baselines, the chain of all slots, and the searched tree."""
-    greedy = Sampling()
+    """The baselines, the chain of all slots, and the searched tree."""
+    greedy, assistance = Sampling(), drafter.assistance()
     arms = [Arm(PLAIN, PLAIN, greedy), Arm(GENERATE, PLAIN, greedy, engine="transformers")]
+    if assistance is not None:
+        arms.append(replace(arms[1], name=ASSISTED, assistance=assistance))
     return arms + drafted_arms(drafter, kind, chain, tree, greedy, PLAIN, "")
 
 
@@ -124,7 +128,9 @@ def run_arm(
 ) -> Decoded:
     """One answer by one arm."""
     if arm.engine == "transformers":
-        return generate(target, prompt_ids, max_new_tokens=max_new_tokens)
+        return generate(
+            target, prompt_ids, max_new_tokens=max_new_tokens, assistance=arm.assistance
+        )
     return decode(
         target,
         arm.drafter,
@@ -138,26 +144,35 @@ def run_arm(
 
 
 class TokenClock:
-    """A streamer that notes when `generate` hands over the prompt and each token."""
+    """A streamer that notes when `generate` hands over the prompt and what follows."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
         self.times: list[float] = []
+        self.counts: list[int] = []
 
-    def put(self, value: Any) -> None:
-        """The prompt first, then one token at a time."""
+    def put(self, value: Tensor) -> None:
+        """The prompt first, then one token at a time, or those of a round."""
         self.times.append(clock(self.target))
+        self.counts.append(value.numel())
 
     def end(self) -> None:
         """Nothing is left to note."""
 
 
 @torch.inference_mode()
-def generate(target: Target, prompt_ids: list[int], *, max_new_tokens: int) -> Decoded:
+def generate(
+    target: Target,
+    prompt_ids: list[int],
+    *,
+    max_new_tokens: int,
+    assistance: Mapping[str, Any] | None = None,
+) -> Decoded:
     """Greedy `transformers.generate`, with its default cache and every processor off.
 
     Timed from inside by a streamer: prefill ends when the first token is handed over, decoding
-    when the last one is, so that setting up and leaving `generate` is not held against it.
+    when the last one is, so that setting up and leaving `generate` is not held against it. With
+    assistance (what it takes to draft) its first round is prefill, and counts as that.
     """
     config = GenerationConfig(
         do_sample=False,
@@ -175,10 +190,14 @@ def generate(target: Target, prompt_ids: list[int], *, max_new_tokens: int) -> D
         attention_mask=torch.ones_like(ids),
         generation_config=config,
         streamer=streamer,
+        **(assistance or {}),
     )
     tokens = output[0, len(prompt_ids) :].tolist()
-    times = streamer.times[1:]  # the first is the prompt's
+    times, counts = streamer.times[1:], streamer.counts[2:]  # the first are the prompt's
     steps = [later - earlier for earlier, later in pairwise(times)]
     finish: Literal["stop", "length"] = "stop" if tokens[-1] in target.eos_ids else "length"
-    rounds = [Round(0, 0, 1, 0.0, seconds, 0.0) for seconds in steps]
+    rounds = [
+        Round(count - 1, count - 1, count, 0.0, seconds, 0.0)
+        for count, seconds in zip(counts, steps, strict=True)
+    ]
     return Decoded(tokens, rounds, times[0] - began, times[-1] - times[0], finish)

@@ -73,7 +73,7 @@ def examine(
     findings = [compare(target, arms[0], plain, plain, prompts, None)]
     for arm in arms[1:]:
         trials = decode_all(target, arm, prompts, max_new_tokens)
-        if arm.drafter is not None and table is None:
+        if arm.drafter is not None and arm.drafter.config.walks and table is None:
             documents = documents_of(plain, prompts, greedy=True)
             table = recipe_ranks(recipe, target, arm.drafter, documents)
         findings.append(compare(target, arm, trials, plain, prompts, table))

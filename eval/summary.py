@@ -77,10 +77,12 @@ def tau_by_category(trials: Sequence[Trial]) -> dict[str, float]:
 
 
 def judged(turn: Round, depth: int) -> tuple[int, int]:
-    """Slots accepted and slots reached in a round; slots past the end of the text are neither."""
+    """Slots accepted and slots reached in a round; slots past the end of the text, or of
+    the drafts, are neither.
+    """
     if turn.emitted <= turn.accepted:  # the text ended inside the accepted drafts
         return turn.emitted, turn.emitted
-    return turn.accepted, min(turn.accepted + 1, depth)
+    return turn.accepted, min(turn.accepted + 1, turn.drafted, depth)
 
 
 def acceptance(trials: Sequence[Trial], depth: int) -> Acceptance:

@@ -116,6 +116,15 @@ def choose_tree(
     return Choice(trees[best], sizes, mine, mine[best]), others
 
 
+def fixed_choice(
+    target: Target, drafter: Drafter, tree: Tree, *, context: int, extra: Sequence[Tree]
+) -> tuple[Choice, list[RoundCost]]:
+    """A tree that the recipe gives, and costs of `extra` trees too."""
+    trees = [tree, *extra]
+    cost, *others = measure_costs(target, drafter, trees, context=context, sampling=Sampling())
+    return Choice(tree, [tree.nodes], [cost], cost), others
+
+
 def from_json(value: Any, folder: Path, *, depth: int | None = None) -> Calibration:
     """Read back what `asdict` wrote, for a drafter of `depth` slots (None: of any)."""
     try:

@@ -40,6 +40,18 @@ class DistilConfig(Block):
     batch_size: Positive = 64
 
 
+class SelfWrittenConfig(Block):
+    """Prompts that the target writes itself, as a user would (Magpie, 2406.08464).
+
+    They come on top of the others, `limit` or not, and are answered like them.
+    """
+
+    count: Annotated[int, Field(ge=0)] = 0  # turns that are sampled; the filters leave fewer
+    max_new_tokens: Positive = 96  # a longer turn is dropped
+    temperature: Annotated[float, Field(ge=0.0)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.95
+
+
 class DataConfig(Block):
     """Prompts, their answers, and how answers become training rows."""
 
@@ -50,6 +62,8 @@ class DataConfig(Block):
     eval_split: str = "test"
     grow: Annotated[int, Field(ge=0)] = 0  # prompts that the seeded offline generator adds
     limit: Positive | None = None  # at most this many training prompts, drawn by the seed
+    answers: Positive = 1  # answers to each of them, sampled: for prompts that are few but good
+    self_written: SelfWrittenConfig = SelfWrittenConfig()
     thinking: bool | None = None  # passed to the template as `enable_thinking`; None: not passed
     max_prompt_tokens: Positive = 1024
     max_length: Positive = 2048  # tokens of a packed row
@@ -59,8 +73,37 @@ class DataConfig(Block):
     held_out: Positive = 64  # documents kept away from training, for the walk
     distil: DistilConfig = DistilConfig()
 
+    @model_validator(mode="after")
+    def check_answers(self) -> Self:
+        """Greedy answers to one prompt are all the same."""
+        if self.answers > 1 and self.distil.temperature == 0:
+            raise ValueError(
+                f"answers: {self.answers} of a prompt are equal at temperature 0; "
+                "set distil.temperature, or answers: 1"
+            )
+        return self
 
-class MedusaConfig(Block):
+
+class DrafterBlock(Block):
+    """The knobs of a drafter, and what the rest asks of them: kinds differ in some of it."""
+
+    @property
+    def trained_slots(self) -> int:
+        """Slots that gradient steps are taken on; 0: none are."""
+        return 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Children of every node, by depth, where that is fixed; empty: held-out answers choose."""
+        return ()
+
+    @property
+    def walks(self) -> bool:
+        """Whether every slot ranks its guesses, so that decoding can be simulated."""
+        return True
+
+
+class MedusaConfig(DrafterBlock):
     """Medusa heads (Medusa paper, section 3.1): residual blocks on the target's final state."""
 
     kind: Literal["medusa"] = "medusa"
@@ -70,6 +113,8 @@ class MedusaConfig(Block):
     projection: Literal["shared", "low_rank", "own"] = "shared"
     rank: Positive = 64  # of low_rank
     draft_vocab: Positive | None = None  # rows of the head that drafts may use; None: all
+    # the heads also read the root's embedding (as Hydra's do); no other engine reads such heads
+    reads_root: bool = False
 
     @property
     def depth(self) -> int:
@@ -78,11 +123,11 @@ class MedusaConfig(Block):
 
     @property
     def trained_slots(self) -> int:
-        """Slots that gradient steps are taken on; 0: none are."""
+        """All of them."""
         return self.heads
 
 
-class PromptLookupConfig(Block):
+class PromptLookupConfig(DrafterBlock):
     """Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding): what followed the same tokens
     earlier in the prompt and the answer. Nothing is trained.
     """
@@ -107,12 +152,12 @@ class PromptLookupConfig(Block):
         return self.draft_tokens
 
     @property
-    def trained_slots(self) -> int:
-        """Slots that gradient steps are taken on; 0: none are."""
-        return 0
+    def shape(self) -> tuple[int, ...]:
+        """A chain: a text goes on in one way."""
+        return (1,) * self.draft_tokens
 
 
-class NgramConfig(Block):
+class NgramConfig(DrafterBlock):
     """A table of n-grams with back-off, counted on the distilled answers; no gradient steps
     (Leviathan et al., 2211.17192, section 4.2: bigrams).
     """
@@ -128,13 +173,8 @@ class NgramConfig(Block):
         """K, the slots."""
         return self.draft_tokens
 
-    @property
-    def trained_slots(self) -> int:
-        """Slots that gradient steps are taken on; 0: none are."""
-        return 0
 
-
-class DraftModelConfig(Block):
+class DraftModelConfig(DrafterBlock):
     """A small causal language model (Leviathan et al., 2211.17192): distilled from the target's own
     layers, or ready ones, whose drafts are merged into one tree (SpecInfer, 2305.09781).
     """
@@ -157,8 +197,18 @@ class DraftModelConfig(Block):
 
     @property
     def trained_slots(self) -> int:
-        """Slots that gradient steps are taken on; 0: none are."""
+        """One: its state says the next token. Ready models are not trained."""
         return 0 if self.models else 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The expansion; of several models a chain each."""
+        return self.expansion or (1,) * (self.draft_tokens if len(self.models) > 1 else 0)
+
+    @property
+    def walks(self) -> bool:
+        """Merged trees have no common ranks."""
+        return len(self.models) < 2
 
 
 DrafterConfig = MedusaConfig | DraftModelConfig | PromptLookupConfig | NgramConfig
@@ -208,6 +258,9 @@ class TrainConfig(Block):
     rows_per_micro_batch: Positive = 4  # packed rows of one forward; the rest is accumulation
     precision: Literal["bf16", "fp32"] = "bf16"
     chunk: Positive = 256  # groups projected to the vocabulary at once
+    feature_cache: bool = (
+        False  # keep the target's states on disk; epochs after the first read them
+    )
     log_every: Positive = 10
     eval_every: Positive = 200
     save_every: Positive = 200

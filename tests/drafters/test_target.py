@@ -231,7 +231,7 @@ def test_describe_agrees_with_the_loaded_model(tmp_path):
         loaded.layers,
     )
     assert shape.parameters == sum(p.numel() for p in target.model.parameters())
-    assert shape.tied and shape.template == target.tokenizer.chat_template
+    assert shape.template == target.tokenizer.chat_template
     assert torch.equal(loaded.head_weight, target.head_weight)
     assert not any(p.requires_grad for p in loaded.model.parameters())
 

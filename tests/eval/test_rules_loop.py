@@ -32,7 +32,7 @@ class Sampled:
 
     def propose(self, state, root, plan):
         heads = self.inner
-        logits = slot_logits(heads.states(state.hidden), heads.head(), heads.adjust)
+        logits = slot_logits(heads.states(state.hidden, root), heads.head(), heads.adjust)
         laws = standardise(logits.float(), plan.sampling)
         return draw_slots(laws, plan.tree, self.draw, plan.coins)
 
