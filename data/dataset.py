@@ -32,6 +32,7 @@ class Document:
     supervised: tuple[bool, ...]
     greedy: bool
     finish_reason: Literal["stop", "length"]
+    known: tuple[bool, ...] = ()  # tokens that another drafter guesses: no labels of this one
 
 
 def documents_from_rows(
@@ -95,10 +96,11 @@ def split_held_out(
 
 
 def fingerprint(documents: Sequence[Document]) -> str:
-    """Digest of what is trained on: ids and their supervision, in order."""
+    """Digest of what is trained on: ids, their supervision and what is known, in order."""
     digest = hashlib.sha256()
     for document in documents:
         digest.update(array("q", document.ids).tobytes() + bytes(document.supervised) + b";")
+        digest.update(bytes(document.known))
     return digest.hexdigest()
 
 
@@ -167,7 +169,7 @@ class PackedRows:
         shape = (len(row_indices), width)  # [B, T]
         ids = torch.full(shape, PADDING_ID)
         positions, documents = torch.zeros(shape, dtype=torch.int64), torch.full(shape, -1)
-        supervised = torch.zeros(shape, dtype=torch.bool)
+        supervised, known = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
         for b, row in enumerate(row_indices):
             start = 0
             for number, i in enumerate(self.rows[row]):
@@ -177,9 +179,11 @@ class PackedRows:
                 positions[b, start:end] = torch.arange(end - start)
                 documents[b, start:end] = number
                 supervised[b, start:end] = torch.tensor(document.supervised)
+                if document.known:
+                    known[b, start:end] = torch.tensor(document.known)
                 start = end
             positions[b, start:] = torch.arange(width - start)
-        return Batch(ids, positions, documents, supervised)
+        return Batch(ids, positions, documents, supervised, known if known.any() else None)
 
 
 def _reason_to_drop(row: Mapping[str, Any], config: DataConfig) -> str | None:

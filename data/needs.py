@@ -1,6 +1,6 @@
 """What a drafter needs to train: its parameters, and the bytes of a step."""
 
-from draftsmith.drafters.draft_model import called_models
+from draftsmith.drafters.draft_model import called
 from draftsmith.drafters.shallow import spread
 from draftsmith.drafters.target import TargetShape, describe
 from draftsmith.recipes.schema import (
@@ -33,12 +33,17 @@ def trained_parameters(config: DrafterConfig, shape: TargetShape) -> int:
 
 
 def ready_parameters(config: DrafterConfig) -> int:
-    """Parameters of draft models that are taken as they are. Raises UserError for missing ones."""
+    """Parameters of ready draft models that are read. Raises UserError for missing ones."""
     if not isinstance(config, DraftModelConfig):
         return 0
-    with called_models():
-        shapes = [describe(TargetConfig(model=name)) for name in config.models]
-    return sum(shape.parameters for shape in shapes)
+    named = [("drafter.models", name) for name in config.models]
+    if config.boosts is not None and not config.models:
+        named.append(("drafter.boosts", config.boosts))
+    total = 0
+    for knob, name in named:
+        with called(knob):
+            total += describe(TargetConfig(model=name)).parameters
+    return total
 
 
 def estimate_memory(recipe: Recipe, shape: TargetShape, trained: int) -> dict[str, int]:

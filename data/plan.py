@@ -191,6 +191,11 @@ def find_notes(recipe: Recipe, steps: int | None) -> tuple[str, ...]:
         found.append(
             "data.distil.greedy_share does nothing at temperature 0, all answers are greedy"
         )
+    match recipe.drafter:
+        case DraftModelConfig(models=(_, *_)):
+            found.append(
+                "drafter.models are ready: layers, embedding, draft_vocab, boosts do nothing"
+            )
     written = recipe.data.self_written
     if written.count > 1 and written.temperature == 0:
         found.append("data.self_written: every turn is the same at temperature 0, one is kept")

@@ -9,7 +9,7 @@ A distilled one is kept as a plain Hugging Face folder.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from draftsmith.drafters.context import Context
 from draftsmith.drafters.forest import merge
-from draftsmith.drafters.projection import top_tokens
-from draftsmith.drafters.proposal import Plan, Proposal, Verdict
+from draftsmith.drafters.projection import Adjust, slot_logits, top_tokens
+from draftsmith.drafters.proposal import Draw, Plan, Proposal, Verdict
 from draftsmith.drafters.shallow import distinct_tensors, load_distinct, shallow_copy, states
 from draftsmith.drafters.slots import (
     Batch,
@@ -37,6 +37,8 @@ from draftsmith.drafters.target import Target
 from draftsmith.drafters.writer import Page, Writer
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DraftModelConfig, TargetConfig
+
+MERGED: tuple[Draw, ...] = ("without_replacement",)
 
 
 @dataclass
@@ -60,7 +62,12 @@ class DraftModel(nn.Module):
         if not config.models:
             own = config.embedding == "own"
             self.nets.append(shallow_copy(target, config.layers, own=own))
-        self.width = self.head().rows if not config.models else self.writers[0].head.shape[0]
+        frozen = None if config.models or config.embedding == "own" else self.head_rows().detach()
+        self.register_buffer("rows", frozen, persistent=False)  # [Vq, D] of the frozen head
+        self.rows: Tensor | None
+        merged = len(config.models) > 1  # their siblings have laws of their own
+        self.draws: tuple[Draw, ...] = MERGED if merged else ("chain", *MERGED, "iid")
+        self.width = len(self.writers[0].head if config.models else self.head_rows())
 
     @property
     def native_file(self) -> str | None:
@@ -77,11 +84,13 @@ class DraftModel(nn.Module):
 
     def head(self) -> Head:
         """How states become logits."""
-        weight = self.net.get_output_embeddings().weight
-        rows = weight if self.draft_ids is None else weight[self.draft_ids]
-        if self.config.embedding == "own":
-            return Head(None, rows[None], self.draft_ids)
-        return Head(rows, None, self.draft_ids)
+        own = self.head_rows()[None] if self.rows is None else None
+        return Head(self.rows, own, self.draft_ids)
+
+    def head_rows(self) -> Tensor:
+        """The rows of the head that drafts may use, [Vq, D]."""
+        weight: Tensor = self.net.get_output_embeddings().weight
+        return weight if self.draft_ids is None else weight[self.draft_ids]
 
     def slots(self, batch: Batch, states_: TargetStates, roots: Roots) -> SlotStates:
         """The training waist: one slot, the model's own state at every root."""
@@ -99,10 +108,7 @@ class DraftModel(nn.Module):
         if self.config.models:
             return [ready_writer(model, self.target.vocab_size) for model in self.ready]
         model = Target.from_model(self.net, self.target.tokenizer, name="the draft model")
-        head = self.head()
-        rows = head.shared if head.own is None else head.own[0]
-        assert rows is not None
-        return [Writer(model, rows.detach(), self.draft_ids)]
+        return [Writer(model, self.head_rows().detach(), self.draft_ids)]
 
     def start(self, ids: Tensor, lengths: Tensor, states: TargetStates) -> Draft:
         """After prefill: every model reads the prompts."""
@@ -131,6 +137,22 @@ class DraftModel(nn.Module):
         pages = [writer.select(page, rows) for writer, page in pairs]
         return Draft(state.context.select(rows), pages)
 
+    def own_states(self, batch: Batch) -> tuple[Tensor, Head, Adjust]:
+        """Final states [B, T, D] of the first model, and how they become logits."""
+        if self.config.models:
+            writer = self.writers[0]
+            return writer.states(batch), writer.as_head(), writer.model.adjust
+        head = Head(self.head_rows(), None, self.draft_ids)
+        return states(self.net, batch), head, self.target.adjust
+
+    def first_logits(
+        self, batch: Batch, states_: TargetStates, roots: Roots
+    ) -> Callable[[Tensor], Tensor]:
+        """Of the first model's laws after the roots."""
+        hidden, head, adjust = self.own_states(batch)
+        at = hidden[roots.row, roots.position][:, None]  # [N, 1, D]
+        return lambda groups: slot_logits(at[groups], head, adjust)[:, 0]
+
     def guesses(
         self,
         batch: Batch,
@@ -145,12 +167,7 @@ class DraftModel(nn.Module):
         several models the first one's.
         """
         labels = label_slots(batch, roots, slots)
-        if self.config.models:
-            writer = self.writers[0]
-            hidden, head, adjust = writer.states(batch), writer.as_head(), writer.model.adjust
-        else:
-            hidden, head, adjust = states(self.net, batch), self.head(), self.target.adjust
-        head = Head(head.shared if head.own is None else head.own[0], None, head.ids)
+        hidden, head, adjust = self.own_states(batch)
         return top_tokens(at_slots(hidden, labels), head, count, chunk=chunk, adjust=adjust)
 
     def assistance(self) -> dict[str, Any] | None:
@@ -195,28 +212,28 @@ def at_slots(hidden: Tensor, labels: SlotLabels) -> Tensor:
     return hidden[labels.teacher_row, labels.teacher_position]
 
 
-def load_ready(name: str, target: Target) -> Target:
+def load_ready(name: str, target: Target, *, knob: str = "drafter.models") -> Target:
     """A ready draft model in the target's dtype, on its device. Raises UserError unless it has the
-    target's vocabulary.
+    target's vocabulary. knob: how the user named it.
     """
     dtype, device = str(target.dtype).removeprefix("torch."), str(target.device)
-    with called_models():
+    with called(knob):
         config = TargetConfig.model_validate({"model": name, "dtype": dtype, "device": device})
         model = Target.load(config)
-    check_vocabulary(model, target)
+    check_vocabulary(model, target, knob)
     return model
 
 
 @contextmanager
-def called_models() -> Iterator[None]:
+def called(knob: str) -> Iterator[None]:
     """Loading errors name the knob that the user gave."""
     try:
         yield
     except UserError as error:
-        raise UserError(str(error).replace("target.model", "drafter.models", 1)) from error
+        raise UserError(str(error).replace("target.model", knob, 1)) from error
 
 
-def check_vocabulary(model: Target, target: Target) -> None:
+def check_vocabulary(model: Target, target: Target, knob: str = "drafter.models") -> None:
     """Token ids must mean the same to both. Raises UserError."""
     if target.tokenizer is None:  # a model in memory: nobody can tell
         return
@@ -226,10 +243,10 @@ def check_vocabulary(model: Target, target: Target) -> None:
     if unlike:
         token = unlike[0]
         raise UserError(
-            f"drafter.models: {model.name} has another vocabulary than {target.name}: "
+            f"{knob}: {model.name} has another vocabulary than {target.name}: "
             f"{len(unlike)} tokens differ, such as {token!r} ({mine.get(token, 'absent')} / "
             f"{theirs.get(token, 'absent')}); give a model with the target's tokenizer, or leave "
-            "drafter.models out to distil one"
+            "it out"
         )
 
 

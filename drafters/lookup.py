@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.drafters.context import Context, chains
-from draftsmith.drafters.proposal import Plan, Proposal, Verdict
+from draftsmith.drafters.proposal import Draw, Plan, Proposal, Verdict
 from draftsmith.drafters.slots import NO_GUESS, Batch, Roots, TargetStates, texts_to_roots
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.schema import PromptLookupConfig
@@ -26,6 +26,7 @@ class PromptLookup(nn.Module):
 
     native_file = None
     width = 1
+    draws: tuple[Draw, ...] = ()
     draft_ids = None
 
     def __init__(

@@ -1,6 +1,6 @@
 """Every drafter there is: one literal table, one protocol."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -10,7 +10,7 @@ from draftsmith.drafters.draft_model import DraftModel
 from draftsmith.drafters.lookup import PromptLookup
 from draftsmith.drafters.medusa import MedusaHeads
 from draftsmith.drafters.ngram import NgramTable
-from draftsmith.drafters.proposal import Plan, Proposal, Verdict
+from draftsmith.drafters.proposal import Draw, Plan, Proposal, Verdict
 from draftsmith.drafters.slots import Batch, Head, Roots, SlotStates, TargetStates
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.schema import (
@@ -54,6 +54,7 @@ class Drafter(Protocol):
 
     depth: int  # K, the slots
     width: int  # guesses that a slot can rank
+    draws: tuple[Draw, ...]  # how it can draw siblings, but for `point`
 
     @property
     def config(self) -> DrafterConfig: ...
@@ -95,6 +96,16 @@ class Learned(Drafter, Protocol):
     def head(self) -> Head: ...
     def slots(self, batch: Batch, states: TargetStates, roots: Roots) -> SlotStates: ...
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+
+class Drawing(Drafter, Protocol):
+    """What measuring asks of a drafter that draws: the logits of the first slot's law, for any of
+    the roots (groups [n] -> [n, Vq]).
+    """
+
+    def first_logits(
+        self, batch: Batch, states: TargetStates, roots: Roots
+    ) -> Callable[[Tensor], Tensor]: ...
 
 
 class Untrained(Drafter, Protocol):

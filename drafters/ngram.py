@@ -6,7 +6,7 @@ times, `q(y|h) = (c(h y) + b q(y|h')) / (c(h) + b)`, h' without its first token 
 the back-off; below the single tokens lies the uniform law. An unseen context leaves q(y|h').
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from draftsmith.drafters.context import Context
 from draftsmith.drafters.grow import best_columns, grow, lines
-from draftsmith.drafters.proposal import Plan, Proposal, Verdict
+from draftsmith.drafters.proposal import Draw, Plan, Proposal, Verdict
 from draftsmith.drafters.slots import (
     Batch,
     Roots,
@@ -70,6 +70,7 @@ class NgramTable(nn.Module):
 
     native_file = "ngram.safetensors"
     draft_ids = None
+    draws: tuple[Draw, ...] = ("chain", "iid", "without_replacement")
     single: Tensor  # [V] int32, how often every token was seen
 
     def __init__(self, config: NgramConfig, target: Target, draft_ids: Tensor | None) -> None:
@@ -155,6 +156,13 @@ class NgramTable(nn.Module):
         distinct, place = torch.unique(context, dim=0, return_inverse=True)
         found = [best_columns(self.laws(part), count) for part in distinct.split(chunk)]
         return torch.cat(found)[place].view(*labels.label.shape, count)
+
+    def first_logits(
+        self, batch: Batch, states: TargetStates, roots: Roots
+    ) -> Callable[[Tensor], Tensor]:
+        """Of the laws after the roots."""
+        context = tokens_up_to(batch, self.reach, fill=NO_TOKEN)[roots.row, roots.position]
+        return lambda groups: self.laws(context[groups]).log()
 
     def assistance(self) -> dict[str, Any] | None:
         """None: transformers has no tables."""

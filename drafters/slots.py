@@ -22,11 +22,13 @@ class Batch:
     positions: Tensor  # [B, T] int64, restarting at every document
     documents: Tensor  # [B, T] int64
     supervised: Tensor  # [B, T] bool
+    known: Tensor | None = None  # [B, T] bool: tokens that are no labels, another drafter has them
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device."""
         parts = (self.ids, self.positions, self.documents, self.supervised)
-        return Batch(*(part.to(device, non_blocking=True) for part in parts))
+        known = None if self.known is None else self.known.to(device, non_blocking=True)
+        return Batch(*(part.to(device, non_blocking=True) for part in parts), known)
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ def label_slots(batch: Batch, roots: Roots, depth: int) -> SlotLabels:
     row = roots.row[:, None].expand_as(at)
     same = batch.documents[row, at] == batch.documents[roots.row, roots.position][:, None]
     valid = (inside & same & batch.supervised[row, at]).cumprod(dim=1).bool()
+    if batch.known is not None:
+        valid = valid & ~batch.known[row, at]
     label = torch.where(valid, batch.ids[row, at], 0)
     return SlotLabels(label, row, at - 1, valid)
 
@@ -110,6 +114,13 @@ def label_slots(batch: Batch, roots: Roots, depth: int) -> SlotLabels:
 def before_roots(states: Tensor, roots: Roots) -> Tensor:
     """The state just before every root, [N, D] from [B, T, D]: what Medusa and MTP read."""
     return states[roots.row, roots.position - 1]
+
+
+def guessed(batch: Batch, guess: Tensor) -> Tensor:
+    """Which tokens [B, T] are the guess [B, T] at the position before, in the same document."""
+    found = torch.zeros_like(batch.supervised)
+    found[:, 1:] = guess[:, :-1] == batch.ids[:, 1:]
+    return found & (batch.positions > 0)
 
 
 def texts_to_roots(batch: Batch, roots: Roots) -> list[Tensor]:

@@ -19,6 +19,7 @@ from draftsmith.drafters.proposal import Plan, Proposal
 from draftsmith.drafters.slots import Batch, Head
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree
+from draftsmith.recipes.errors import UserError
 
 
 @dataclass
@@ -59,11 +60,16 @@ class Writer:
         return torch.where(ids < self.model.vocab_size, ids, 0)
 
     def start(self, ids: Tensor, lengths: Tensor) -> Page:
-        """Read prompts [B, T] of these lengths [B]."""
+        """Read prompts [B, T] of these lengths [B]. Raises UserError where one is too long."""
+        known = lengths.tolist()
+        if max(known) > self.positions:
+            raise UserError(
+                f"{self.model.name} reads {self.positions} positions, a prompt has {max(known)}; "
+                "shorten the prompts (data.max_prompt_tokens), or take another draft model"
+            )
         cache = self.model.new_cache()
-        self.model.step(self.readable(ids), cache)
-        cache.crop(lengths.tolist())
-        return Page(cache, lengths.tolist())
+        self.model.prefill(self.readable(ids), lengths, cache)
+        return Page(cache, known)
 
     def propose(self, page: Page, texts: list[Tensor], plan: Plan) -> Proposal:
         """Drafts behind every row's text, which ends with its root. None once a text has left the
@@ -131,8 +137,7 @@ def read_one(writer: Writer, page: Page, tree: Tree, nodes: list[int], tokens: T
 def read_tree(writer: Writer, page: Page, tree: Tree, nodes: list[int], tokens: Tensor) -> Tensor:
     """Read these nodes of a tree, states [B, n, D].
 
-    One pass tells its own tokens apart and sees all that is cached, so the nodes above are read
-    again with them: a pass over a few tokens costs about as much as over one.
+    A pass tells its own tokens apart and sees all that is cached: the nodes above are read again.
     """
     page.read += nodes
     at = torch.tensor([node - 1 for node in page.read], device=tokens.device)

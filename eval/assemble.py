@@ -77,11 +77,13 @@ def check_arm(
     lossless, sentence = judge(target, arm, answers, memory)
     alpha = tau = None
     if arm.drafter is not None and arm.drafter.config.walks:
-        alpha = first_slot_alpha(target, arm.drafter, answers, arm.sampling)
-        if arm.baseline not in memory.tables:
+        drawn = arm.draw != "point"
+        alpha = first_slot_alpha(target, arm.drafter, answers, arm.sampling, drawn=drawn)
+        if not drawn and arm.baseline not in memory.tables:
             documents = documents_of(plain, prompts, greedy=arm.sampling.greedy)
             memory.tables[arm.baseline] = recipe_ranks(recipe, target, arm.drafter, documents)
-        tau = walk(memory.tables[arm.baseline], arm.tree).total.tau_micro or None
+        if not drawn:  # a text does not say which drafts were drawn
+            tau = walk(memory.tables[arm.baseline], arm.tree).total.tau_micro or None
     return Verdicts(lossless, sentence, alpha, tau)
 
 

@@ -11,10 +11,12 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from draftsmith.drafters.methods import Drafter
+from draftsmith.drafters.proposal import Draw
 from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree
 from draftsmith.eval.decode import Decoded, Round, clock, decode
+from draftsmith.eval.rules import RULES
 from draftsmith.eval.summary import Trial
 from draftsmith.eval.verify import RuleSpec, point_mass
 
@@ -32,6 +34,7 @@ class Arm:
     drafter: Drafter | None = None
     tree: Tree | None = None
     rule: RuleSpec = point_mass
+    draw: Draw = "point"
     assistance: Mapping[str, Any] | None = None  # what `transformers` drafts with
 
     @property
@@ -64,10 +67,23 @@ def greedy_arms(drafter: Drafter, kind: str, chain: Tree, tree: Tree) -> list[Ar
 def sampled_arms(
     drafter: Drafter, kind: str, chain: Tree, tree: Tree, sampling: Sampling
 ) -> list[Arm]:
-    """Plain sampling and point-mass drafts at a temperature."""
+    """Plain sampling at a temperature, point-mass drafts, and drawn ones where it can draw."""
     suffix = f" T={sampling.temperature:g}"
     plain = Arm(PLAIN + suffix, PLAIN + suffix, sampling)
-    return [plain, *drafted_arms(drafter, kind, chain, tree, sampling, plain.name, suffix)]
+    arms = drafted_arms(drafter, kind, chain, tree, sampling, plain.name, suffix)
+    return [plain, *arms, *(drawn for arm in arms for drawn in drawn_arms(drafter, arm))]
+
+
+def drawn_arms(drafter: Drafter, arm: Arm) -> list[Arm]:
+    """The arm with drafts drawn from q, by the best rule for that; none where it cannot draw."""
+    assert arm.tree is not None
+    draw: Draw = "chain" if arm.tree.is_chain else "without_replacement"
+    if draw not in drafter.draws:
+        draw = "without_replacement"
+    rule = "token" if draw == "chain" else "without_replacement"
+    if draw not in drafter.draws:
+        return []
+    return [replace(arm, name=f"{arm.name}, drawn", draw=draw, rule=RULES[rule])]
 
 
 def drafted_arms(
@@ -140,6 +156,7 @@ def run_arm(
         tree=arm.tree,
         seed=seed,
         rule=arm.rule,
+        draw=arm.draw,
     )
 
 

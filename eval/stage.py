@@ -259,7 +259,7 @@ def prepare_costs(job: Job, prompts: Sequence[BenchPrompt]) -> Costs:
     by_arm: dict[str, RoundCost] = {}
     sampled = sampled_costs(job, [straight, tree], context)
     for arm in arms_of(job, tree):
-        if arm.tree is not None:
+        if arm.tree is not None and arm.draw == "point":
             by_arm[arm.name] = (greedy if arm.sampling.greedy else sampled)[arm.tree.paths]
     return Costs(choice, by_arm, context)
 

@@ -3,6 +3,8 @@
 Blocks are frozen and refuse unknown keys; `recipes/load.py` says errors in one clear line.
 """
 
+from itertools import accumulate
+from operator import mul
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -11,6 +13,7 @@ Positive = Annotated[int, Field(ge=1, le=2**31)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
 Text = Annotated[str, Field(min_length=1)]
+LARGEST_TREE = 255  # nodes without the root
 
 
 class Block(BaseModel):
@@ -186,9 +189,19 @@ class DraftModelConfig(DrafterBlock):
     # of the distilled one: the target's frozen embedding and head, or trained copies
     embedding: Literal["shared", "own"] = "shared"
     draft_vocab: Positive | None = None  # rows of its head that drafts may use; None: all
+    # of the distilled one: a draft model whose hits it need not learn (SpecInfer's boost-tuning)
+    boosts: Text | None = None
     draft_tokens: Annotated[int, Field(ge=1, le=63)] = 4
     # children of every node, by depth (SpecInfer's <k1, k2, ..>); empty: chain and searched tree
     expansion: Annotated[tuple[Annotated[int, Field(ge=1, le=8)], ...], Field(max_length=63)] = ()
+
+    @model_validator(mode="after")
+    def check_expansion(self) -> Self:
+        """A tree is one pass of the target."""
+        nodes = sum(accumulate(self.expansion, mul))
+        if nodes > LARGEST_TREE:
+            raise ValueError(f"expansion: {nodes} nodes are too many; allowed: {LARGEST_TREE}")
+        return self
 
     @property
     def depth(self) -> int:

@@ -22,6 +22,7 @@ from draftsmith.drafters.slots import Batch, TargetStates, all_roots, label_slot
 from draftsmith.drafters.target import Target, pick_device
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DraftModelConfig, MedusaConfig, OptimConfig, Recipe
+from draftsmith.train.boost import without_known
 from draftsmith.train.objective import Objective
 from draftsmith.train.progress import Journal, Meter
 
@@ -108,6 +109,7 @@ def prepare(recipe: Recipe, run: Path) -> Training:
     target = Target.load(recipe.target)
     check_origin(run / "rows", target, journal.say)
     check_ids(documents, target, run / "rows")
+    training = without_known(recipe, target, training)
     set_seed(recipe.seed)
     ids = draft_ids(recipe, target, training)
     drafter = cast(Learned, build(recipe.drafter, target, ids))  # it has trained_slots
