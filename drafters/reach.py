@@ -30,22 +30,41 @@ class Reach:
         return torch.ones_like(query - key, dtype=torch.bool)
 
 
-def reaches(config: Mapping[str, Any]) -> dict[str, Reach]:
-    """By layer type of a text config; types that are no attention over positions are left out.
+def layer_types(config: Any) -> list[str] | None:
+    """A text config's; families without them have layers of one type."""
+    found: list[str] | None = getattr(config, "layer_types", None)  # or a property, or an alias
+    return found
+
+
+def reaches(config: Any) -> dict[str, Reach]:
+    """By layer type, for those that attend to positions.
 
     Families without layer types slide (or chunk) in every layer where a window (or chunk) is set.
     """
-    window, chunk = config.get("sliding_window"), config.get("attention_chunk_size")
+    kinds = layer_types(config)
+    window = getattr(config, "sliding_window", None)
+    chunk = getattr(config, "attention_chunk_size", None)
+    if kinds is None:
+        return {"every": Reach(window=window) if window else Reach(chunk=chunk)}
     known = {
         "full_attention": Reach(),
         "hybrid": Reach(),
         "sliding_attention": Reach(window=window),
         "chunked_attention": Reach(chunk=chunk),
     }
-    kinds = config.get("layer_types")
-    if kinds is None:
-        return {"every": Reach(window=window) if window else Reach(chunk=chunk)}
     return {kind: known[kind] for kind in kinds if kind in known}
+
+
+def mask_refusal(config: Any) -> str | None:
+    """Why a model takes no masks over single positions, if it does not."""
+    used, family = config._attn_implementation, config.model_type
+    if used not in ("sdpa", "eager"):
+        return f'{used} takes no masks of single positions (attn_implementation="sdpa" does)'
+    if family in ("bloom", "mpt") or getattr(config, "alibi", False):
+        return "ALiBi takes no masks of single positions"
+    if family == "gpt_neo":
+        return "its local layers take no masks of single positions"
+    return None
 
 
 def masks(
@@ -59,10 +78,11 @@ def masks(
 
     starts: the lengths of the contexts [B, 1], or the one that all have; longest: of them. Column c
     below a row's start is its context's position c, the columns behind it are the nodes, and what
-    lies behind those is nobody's: S is longest + M. None: plainly causal.
+    lies behind those is nobody's: S is longest + M. None: plainly causal,
+    or no attention.
     """
     uniform = isinstance(starts, int)
-    if uniform and nodes.visible is None:
+    if not reach or (uniform and nodes.visible is None):
         return None
     length = longest + positions.shape[1]
     columns = torch.arange(length, device=positions.device)[None]

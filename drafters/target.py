@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,18 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.drafters.builtin import BUILTINS, builtin_config, builtin_folder
-from draftsmith.drafters.cache import TargetCache
+from draftsmith.drafters.cache import Mark, TargetCache
 from draftsmith.drafters.content import folder_content
 from draftsmith.drafters.layout import Nodes, chain_nodes
-from draftsmith.drafters.reach import masks, reaches
+from draftsmith.drafters.reach import layer_types, mask_refusal, masks, reaches
 from draftsmith.drafters.slots import Batch, TargetStates
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import user_path
 from draftsmith.recipes.schema import TargetConfig
+
+RECURRENT = {"linear_attention", "conv", "hybrid"}  # layer types with a state that has no positions
+STATELESS = {"moe", "mlp"}
+OWN_CACHE = {"minimax"}  # families that take no cache but their own
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ class Target:
         model.requires_grad_(False)
         model.eval()
         self.base = model.get_decoder()
+        if self.base is model:  # Llama 4's is not where transformers looks
+            self.base = model.model
         self.config = model.config.get_text_config()
         self.head_weight: Tensor = model.get_output_embeddings().weight  # [V, D]
         self.embedding: Tensor = model.get_input_embeddings().weight  # [V, D]
@@ -65,13 +72,13 @@ class Target:
         self.layers = int(self.config.num_hidden_layers)
         self.dtype, self.device = self.head_weight.dtype, self.head_weight.device
         self.eos_ids = eos_ids(model, tokenizer)
-        config = self.config.to_dict()
-        self.adjust = logit_adjustment(config)
-        self.reach = reaches(config)
-        self.layer_types = set(config.get("layer_types") or ())
+        self.adjust = logit_adjustment(self.config.to_dict())
+        self.reach = reaches(self.config)
+        self.layer_types = set(layer_types(self.config) or ())
         # transformers renamed `past_key_values` to `cache`; both are in the supported range.
         parameters = inspect.signature(self.base.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self.takes_cache = self.cache_argument in parameters
         self.check_head()
 
     @staticmethod
@@ -101,12 +108,33 @@ class Target:
     @torch.no_grad()
     def states(self, batch: Batch, taps: tuple[int, ...] = ()) -> TargetStates:
         """States of packed rows. Without mask and cache, transformers separates documents by their
-        restarting positions, for full and for sliding attention. Taps are 0-based layer outputs."""
+        restarting positions, for full, sliding and chunked attention; documents of a target with
+        recurrent states get rows of their own. Taps are 0-based layer outputs."""
+        if self.layer_types & RECURRENT and bool((batch.documents > 0).any()):
+            return self.states_by_document(batch, taps)
         stack = self.decoder_layers() if taps else nn.ModuleList()
         with tapped(stack, taps, self.layers) as layers:
             output = self.base(input_ids=batch.ids, position_ids=batch.positions, use_cache=False)
         stacked = torch.cat([layers[i] for i in taps], dim=-1) if taps else None
         return TargetStates(output.last_hidden_state, stacked)
+
+    def states_by_document(self, batch: Batch, taps: tuple[int, ...]) -> TargetStates:
+        """`states` with one row per document, padded at the end; states of padding are 0."""
+        row, column = (batch.documents >= 0).nonzero(as_tuple=True)
+        names = torch.stack([row, batch.documents[row, column]])
+        position, number = batch.positions[row, column], names.unique(dim=1, return_inverse=True)[1]
+        ids = batch.ids.new_zeros((int(number.max()) + 1, int(position.max()) + 1))
+        ids[number, position] = batch.ids[row, column]
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        states = self.states(Batch(ids, positions, torch.zeros_like(ids), ids > 0), taps)
+
+        def repacked(one: Tensor) -> Tensor:
+            packed = one.new_zeros((*batch.ids.shape, one.shape[-1]))
+            packed[row, column] = one[number, position]
+            return packed
+
+        layers = None if states.layers is None else repacked(states.layers)
+        return TargetStates(repacked(states.final), layers)
 
     def decoder_layers(self) -> nn.ModuleList:
         """The stack of decoder layers."""
@@ -128,6 +156,13 @@ class Target:
 
         nodes: how the fed tokens lie; None: each follows the one before it.
         """
+        if cache.recurrent and any(cache.lengths):
+            self.check_recurrent(ids, nodes)
+        return self.feed(ids, cache, nodes)
+
+    @torch.no_grad()
+    def feed(self, ids: Tensor, cache: TargetCache, nodes: Nodes | None = None) -> Tensor:
+        """`step` without its checks."""
         batch, count = ids.shape
         nodes = nodes or chain_nodes(count, ids.device)
         extent = cache.open(batch, count, ids.device)
@@ -146,22 +181,52 @@ class Target:
     def prefill(self, ids: Tensor, lengths: Tensor, cache: TargetCache) -> Tensor:
         """Feed prompts [B, T] of these lengths [B] to an empty cache; final states [B, T, D].
 
-        Padding is at the end, where causal attention never looks: its states mean nothing.
+        Padding is at the end, where nothing that is causal looks: its states mean nothing.
         """
+        cache.extent.set([0] * len(ids))
+        before = cache.mark()
         final = self.step(ids, cache)
-        cache.crop(lengths.tolist())
+        self.settle(cache, before, ids, lengths.tolist())
         return final
+
+    def check_recurrent(self, ids: Tensor, nodes: Nodes | None) -> None:
+        """Refuse what recurrent states cannot follow."""
+        kinds = ", ".join(sorted(self.layer_types & RECURRENT))
+        if nodes is not None and nodes.visible is not None:
+            raise UserError(
+                f"{self.name} has {kinds} layers, whose state follows one path of tokens; give a "
+                "drafter that drafts chains, not trees"
+            )
+        if ids.shape[1] > 1 and not self.continues:
+            raise UserError(
+                f"{self.name} forgets the state of its {kinds} layers where several tokens follow "
+                "a cached context, as transformers' Mamba-1 does; it cannot verify drafts"
+            )
+
+    @cached_property
+    def continues(self) -> bool:
+        """Whether several tokens behind a cached context get the states that they get one by one,
+        as far as this precision can tell.
+        """
+        ids = torch.arange(6, device=self.device)[None] % self.vocab_size
+        whole, together, one_by_one = (
+            torch.cat([self.feed(piece, cache) for piece in ids.split(sizes, dim=1)], dim=1)[:, 2:]
+            for sizes, cache in (
+                ([6], self.new_cache()),
+                ([2, 4], self.new_cache()),
+                ([2, 1, 1, 1, 1], self.new_cache()),
+            )
+        )
+        rounding = (whole - one_by_one).norm()
+        return bool((together - one_by_one).norm() <= 4 * rounding + 1e-4 * one_by_one.norm())
 
     def as_attention_mask(self, found: dict[str, Tensor]) -> Tensor | dict[str, Tensor | None]:
         """Masks by layer type as the model takes them: one tensor where all layers agree, else a
         dictionary, which every family with layer types takes.
         """
-        used = self.config._attn_implementation
-        if used not in ("sdpa", "eager"):
-            raise UserError(
-                f"{self.name}: {used} takes no masks of single positions, which trees and batches "
-                'of unequal rows need; load the model with attn_implementation="sdpa"'
-            )
+        refusal = mask_refusal(self.config)
+        if refusal is not None:
+            raise UserError(f"{self.name}: {refusal}, which trees and batches of unequal rows need")
         kinds = {kind: self.added(mask) for kind, mask in found.items()}
         if len(set(map(id, found.values()))) == 1:
             return next(iter(kinds.values()))
@@ -175,14 +240,52 @@ class Target:
         return torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, low)
 
     def new_cache(self) -> TargetCache:
-        """An empty cache. Refuses models whose state cannot be rolled back."""
-        if self.layer_types - set(self.reach):
+        """An empty cache. Refuses models whose state we cannot keep."""
+        unknown = self.layer_types - set(self.reach) - RECURRENT - STATELESS
+        if unknown or self.config.model_type in OWN_CACHE or not self.takes_cache:
+            what = f"{', '.join(sorted(unknown))} layers" if unknown else "a cache of its own kind"
             raise UserError(
-                f"{self.name} has {', '.join(sorted(self.layer_types - set(self.reach)))} layers, "
-                "whose state cannot be rolled back; decoding supports full, sliding-window and "
-                "chunked attention"
+                f"{self.name} has {what}, whose state cannot be rolled back; decoding supports "
+                "full, sliding-window, chunked and linear attention, Mamba and convolutions"
             )
-        return TargetCache(self.layers)
+        return TargetCache(self.model.config)
+
+    def settle(
+        self,
+        cache: TargetCache,
+        before: Mark,
+        ids: Tensor,
+        counts: list[int],
+        path: Tensor | None = None,
+    ) -> int:
+        """After a pass over ids [B, M] from `before`: keep the first counts[row] nodes of path[row]
+        ([B, P], padded with any node; None: the nodes as they came). Returns how many more passes
+        that took: a state that cannot be cropped is put back and fed again.
+        """
+        if cache.recurrent:
+            return self.replay(cache, before, ids, counts)
+        if path is not None:
+            cache.move(before.lengths, path)
+        cache.crop([start + count for start, count in zip(before.lengths, counts, strict=True)])
+        return 0
+
+    def replay(self, cache: TargetCache, before: Mark, ids: Tensor, counts: list[int]) -> int:
+        """Put rows back that keep less than all of ids [B, M], and feed them what they keep: one
+        pass for all rows that keep as many. Returns the number of passes.
+        """
+        short = sorted({count for count in counts if count < ids.shape[1]})
+        if short and len(set(counts)) == 1:
+            cache.restore(before)
+            self.step(ids[:, : counts[0]], cache)
+            return 1
+        for count in short:
+            alike = [row for row, one in enumerate(counts) if one == count]
+            rows = torch.tensor(alike, device=ids.device)
+            part = cache.part(rows)
+            part.restore(before.rows(rows))
+            self.step(ids[rows, :count], part)
+            cache.put(rows, part)
+        return len(short)
 
     @torch.no_grad()
     def check_head(self) -> None:

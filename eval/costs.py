@@ -11,6 +11,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from draftsmith.drafters.cache import Mark
 from draftsmith.drafters.coins import Coins, SeededCoins
 from draftsmith.drafters.methods import Drafter
 from draftsmith.drafters.proposal import Proposal, Verdict
@@ -34,6 +35,7 @@ class Bench:
     lengths: Tensor  # [1]: S
     states: TargetStates  # its states [1, S, D]
     root: Tensor  # [1]
+    mark: Mark  # of the cache behind the context
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def prepare(target: Target, context: int, sampling: Sampling) -> Bench:
     plain = Loop(target, None, None, sampling, SeededCoins([0]), target.new_cache())
     lengths = torch.tensor([context], device=target.device)
     states = TargetStates(target.prefill(ids, lengths, plain.cache))
-    return Bench(plain, ids, lengths, states, root)
+    return Bench(plain, ids, lengths, states, root, plain.cache.mark())
 
 
 def time_plain(bench: Bench) -> float:
@@ -114,7 +116,7 @@ def time_round(bench: Bench, loop: Loop, state: object) -> Parts:
     """Time a round, and put the cache back."""
     played = play(loop, state, bench.root)
     seconds = Parts(played.draft_s, played.verify_s, clock(loop.target) - played.verified)
-    loop.cache.crop(bench.lengths.tolist())
+    loop.cache.restore(bench.mark)
     return seconds
 
 

@@ -35,7 +35,8 @@ class Round:
     emitted: int
     draft_s: float
     verify_s: float
-    overhead_s: float
+    overhead_s: float  # replays of states that cannot be cropped included
+    passes: int = 1  # of the target: verification, and replays
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Played:
 
     proposal: Proposal
     committed: Committed
+    passes: int  # of the target
     root: Tensor  # [B] the next one
     state: Any  # the drafter's next one
     draft_s: float
@@ -247,8 +249,9 @@ def play(loop: Loop, state: Any, root: Tensor) -> Played:
     nodes = None
     if loop.tree is not None:
         proposal, nodes = lay_out(proposal, loop.tree)
-    before = cache.lengths
-    hidden = target.step(torch.cat([root[:, None], proposal.tokens], dim=1), cache, nodes)
+    ids = torch.cat([root[:, None], proposal.tokens], dim=1)
+    before = cache.mark(states=ids.shape[1] > 1)
+    hidden = target.step(ids, cache, nodes)
     laws = Laws(target.logits(hidden), loop.sampling, loop.history, proposal)
     verified = clock(target)
     verdict = loop.rule(laws, proposal, loop.coins)
@@ -257,13 +260,13 @@ def play(loop: Loop, state: Any, root: Tensor) -> Played:
     committed = read(proposal, verdict)
     path = torch.cat([torch.zeros_like(verdict.next)[:, None], verdict.path], dim=1)  # [B, P+1]
     kept = [count + 1 for count in committed.counts]
-    cache.keep(before, path, kept, moved=committed.moved)
+    passes = 1 + target.settle(cache, before, ids, kept, path if committed.moved else None)
     if loop.drafter is not None:
         rows = torch.arange(len(root), device=root.device)[:, None]
         states = TargetStates(hidden[rows, path])
         state = loop.drafter.commit(state, proposal, verdict, states)
     seconds = drafted - start, verified - drafted
-    return Played(proposal, committed, verdict.next, state, *seconds, verified)
+    return Played(proposal, committed, passes, verdict.next, state, *seconds, verified)
 
 
 def draft(loop: Loop, state: Any, root: Tensor) -> Proposal:
@@ -298,7 +301,7 @@ def write_down(target: Target, live: Sequence[Row], played: Played, ending: Endi
     seconds = played.draft_s, played.verify_s, now - played.verified
     counts = zip(committed.drafted, committed.counts, emitted, strict=True)
     for row, numbers in zip(live, counts, strict=True):
-        row.rounds.append(Round(*numbers, *seconds))
+        row.rounds.append(Round(*numbers, *seconds, played.passes))
         row.ended = now
 
 

@@ -55,15 +55,20 @@ def emitted(trial: Trial) -> int:
     return sum(turn.emitted for turn in trial.decoded.rounds)
 
 
+def passes(rounds: Iterable[Round]) -> int:
+    """Passes of the target: one a round, and what it replayed after it."""
+    return sum(turn.passes for turn in rounds)
+
+
 def tau_micro(trials: Sequence[Trial]) -> float | None:
-    """Tokens over rounds, all answers together."""
+    """Tokens over the target's passes, all answers together."""
     rounds = rounds_of(trials)
-    return sum(turn.emitted for turn in rounds) / len(rounds) if rounds else None
+    return sum(turn.emitted for turn in rounds) / passes(rounds) if rounds else None
 
 
 def tau_macro(trials: Sequence[Trial]) -> float | None:
-    """Mean over answers of tokens over rounds; answers that ended with prefill have no rounds."""
-    each = [emitted(t) / len(t.decoded.rounds) for t in trials if t.decoded.rounds]
+    """Mean over answers of tokens over passes; answers that ended with prefill have none."""
+    each = [emitted(t) / passes(t.decoded.rounds) for t in trials if t.decoded.rounds]
     return sum(each) / len(each) if each else None
 
 

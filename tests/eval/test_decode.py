@@ -23,13 +23,13 @@ TREES = {
 }
 
 
-def noisy_drafter(target, heads=3, seed=0, draft_ids=None, **changes):
+def noisy_drafter(target, heads=3, seed=0, draft_ids=None, noise=0.05, **changes):
     """Heads that are right now and then."""
     drafter = methods.build(MedusaConfig(heads=heads, **changes), target, draft_ids)
     with torch.no_grad():
-        noise = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
         for parameter in drafter.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=noise))
+            parameter.add_(noise * torch.randn(parameter.shape, generator=generator))
     return drafter.eval()
 
 
