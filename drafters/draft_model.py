@@ -220,6 +220,11 @@ def load_ready(name: str, target: Target, *, knob: str = "drafter.models") -> Ta
     with called(knob):
         config = TargetConfig.model_validate({"model": name, "dtype": dtype, "device": device})
         model = Target.load(config)
+        if model.new_cache().recurrent:
+            raise UserError(
+                f"target.model: {name} keeps a state that cannot be rolled back; give a draft model "
+                "of attention layers alone"
+            )
     check_vocabulary(model, target, knob)
     return model
 

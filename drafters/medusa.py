@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from draftsmith.drafters.layout import last_of
 from draftsmith.drafters.projection import slot_logits, top_tokens
-from draftsmith.drafters.proposal import Plan, Proposal, Verdict
+from draftsmith.drafters.proposal import Draw, Plan, Proposal, Verdict
 from draftsmith.drafters.slots import (
     Batch,
     Head,

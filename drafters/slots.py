@@ -27,8 +27,11 @@ class Batch:
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device."""
         parts = (self.ids, self.positions, self.documents, self.supervised)
+        ids, positions, documents, supervised = (
+            part.to(device, non_blocking=True) for part in parts
+        )
         known = None if self.known is None else self.known.to(device, non_blocking=True)
-        return Batch(*(part.to(device, non_blocking=True) for part in parts), known)
+        return Batch(ids, positions, documents, supervised, known)
 
 
 @dataclass(frozen=True)

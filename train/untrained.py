@@ -13,8 +13,8 @@ from draftsmith.drafters.methods import Untrained, build
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.entry import is_main_process, tell
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files import cannot_write
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.checkpoint import cannot_write
 from draftsmith.train.setup import check_ids, check_origin
 
 
