@@ -222,8 +222,8 @@ def load_ready(name: str, target: Target, *, knob: str = "drafter.models") -> Ta
         model = Target.load(config)
         if model.new_cache().recurrent:
             raise UserError(
-                f"target.model: {name} keeps a state that cannot be rolled back; give a draft model "
-                "of attention layers alone"
+                f"target.model: {name} keeps a state that cannot be rolled back; give a draft "
+                "model of attention layers alone"
             )
     check_vocabulary(model, target, knob)
     return model

@@ -71,7 +71,8 @@ class MedusaHeads(nn.Module):
             else target.head_weight[draft_ids.to(target.device)]
         )
         self.register_buffer("rows", rows.detach(), persistent=False)  # [Vq, D]
-        self.width, self.draws = rows.shape[0], ()
+        self.width = rows.shape[0]
+        self.draws: tuple[Draw, ...] = ()
         self.register_buffer("draft_ids", draft_ids, persistent=False)  # [Vq] or None
         self.down: nn.Parameter | None = None  # [K, R, D]
         self.own: nn.Parameter | None = None  # [K, Vq, R or D]
