@@ -46,9 +46,14 @@ def typical(
     rows = torch.arange(batch, device=depth.device)
     node = torch.zeros_like(rows)
     depth[:, 0] = 0
-    while rows.numel():  # accepted nodes whose children are not judged yet, a row may have several
+    while rows.numel():  # accepted nodes whose children are not judged yet; a row may have several
         children = offspring(proposal, rows, node)  # [f, C]
-        share, fits = acceptable(laws, proposal, rows, node, children, epsilon=epsilon, delta=delta)
+        inner = children.any(dim=1)  # the laws of leaves are not read
+        rows, node, children = rows[inner], node[inner], children[inner]
+        p = laws.at(rows, node)  # [i, V]
+        tokens = proposal.tokens[rows[:, None], (children - 1).clamp(min=0)]
+        share = p.gather(1, tokens)  # [i, C]
+        fits = (children > 0) & (share > threshold(p, epsilon, delta)[:, None])
         at, column = fits.nonzero(as_tuple=True)
         child = children[at, column]
         logp[rows[at], child] = logp[rows[at], node[at]] + share[at, column].double().log()
@@ -60,30 +65,9 @@ def typical(
     return Verdict(path_to(proposal, last, length), length, laws.choice(rows, last))
 
 
-def acceptable(
-    laws: Laws,
-    proposal: Proposal,
-    rows: Tensor,
-    node: Tensor,
-    children: Tensor,
-    *,
-    epsilon: float,
-    delta: float,
-) -> tuple[Tensor, Tensor]:
-    """p of these children [f, C] of a node [f], and whether it passes the node's threshold."""
-    inner = children.any(dim=1)  # the laws of leaves are not read
-    share = torch.zeros(children.shape, device=children.device)
-    if not bool(inner.any()):
-        return share, share > 0
-    rows, node, children = rows[inner], node[inner], children[inner]
-    p = laws.at(rows, node)  # [i, V]
-    tokens = proposal.tokens[rows[:, None], (children - 1).clamp(min=0)]
-    threshold = (delta * (-torch.special.entr(p).sum(dim=1)).exp()).clamp(max=epsilon)
-    share = share.to(p.dtype)
-    share[inner] = torch.where(children > 0, p.gather(1, tokens), 0.0)
-    fits = torch.zeros_like(share, dtype=torch.bool)
-    fits[inner] = share[inner] > threshold[:, None]
-    return share, fits
+def threshold(p: Tensor, epsilon: float, delta: float) -> Tensor:
+    """min(epsilon, delta exp(-H)) of laws p [n, V]: [n]."""
+    return (delta * (-torch.special.entr(p).sum(dim=1)).exp()).clamp(max=epsilon)
 
 
 def path_to(proposal: Proposal, node: Tensor, length: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from draftsmith.drafters.coins import Coins
 from draftsmith.drafters.proposal import Proposal, Verdict
 from draftsmith.eval.verify import Laws, descend, offspring, try_children
+from draftsmith.recipes.errors import UserError
 
 NOTHING = 1e-8  # residual mass that is rounding: p and q are equal there
 HALVINGS = 20  # of the interval that holds K-SEQ's scale: its upper end is exact, and near the best
@@ -21,9 +22,9 @@ def rejection(laws: Laws, proposal: Proposal, coins: Coins, *, lenience: float =
     """Try the children of a node in turn; after each miss p becomes the residual (p - q)^+.
 
     q is each child's own law given its earlier siblings: that makes the one loop exact for chains,
-    for independent children (duplicates tried again) and for draws without replacement. lenience l
-    puts l q in the place of q (Leviathan et al., appendix A.5): no token comes with more than
-    p(x) / l.
+    for independent children (duplicates tried again; of several drafters too) and for draws without
+    replacement. lenience l puts l q in the place of q (Leviathan et al., appendix A.5): no token of
+    a chain comes with more than p(x) / l.
     """
 
     def step(rows: Tensor, node: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,7 +77,7 @@ def k_sequential(laws: Laws, proposal: Proposal, coins: Coins, *, rho: float = 1
     """K-SEQ: accept each of k independent children with min(1, p / (rho q)); the first one counts.
 
     Exact from the smallest rho on at which the residual is nowhere negative, which also accepts
-    most; `rho` is used where it is larger than that.
+    most; `rho` is used where it is larger than that. Raises UserError for siblings of several laws.
     """
 
     def step(rows: Tensor, node: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,13 +92,23 @@ def k_sequential(laws: Laws, proposal: Proposal, coins: Coins, *, rho: float = 1
 
         def accept(at: Tensor, child: Tensor) -> Tensor:
             draft = proposal.tokens[rows[at], child - 1]
-            limit = scale[at] * drawn_with(q[at], draft)
-            return coins.flip(p[at, draft], limit, rows[at])
+            chance = drawn_with(proposal.law(rows[at], child, laws.width).to(p.dtype), draft)
+            check_one_law(chance, q[at, draft])
+            return coins.flip(p[at, draft], scale[at] * chance, rows[at])
 
         taken = try_children(children, accept)
         return taken, draw_where(taken == 0, unspent(p, q, count, scale), rows, coins)
 
     return descend(proposal, step)
+
+
+def check_one_law(chance: Tensor, first: Tensor) -> None:
+    """Refuse a child whose probability [a] is not the first sibling's law's [a]."""
+    if not torch.equal(chance, first):
+        raise UserError(
+            "rule k_sequential is for siblings of one law; these come from several drafters; "
+            "choose multi_step"
+        )
 
 
 def smallest_scale(p: Tensor, q: Tensor, count: Tensor, least: float) -> Tensor:

@@ -15,6 +15,7 @@ from draftsmith.drafters.sampler import Sampling
 from draftsmith.eval.rules import RULES
 from draftsmith.eval.rules_rejection import covered, smallest_scale
 from draftsmith.eval.verify import Laws, match
+from draftsmith.recipes.errors import UserError
 from tests.coins import law_of
 from tests.one_node import all_proposals, drawn, one_node
 from tests.toy import committed, whole_law
@@ -182,6 +183,31 @@ def test_no_rule_accepts_more_than_the_optimum_and_their_order_holds(count):
         totals[4] += limits[1] / 12
     assert totals == pytest.approx(MEANS[count], abs=6e-4)
     assert totals == sorted(totals)
+
+
+def of_two_drafters(q, other, draw):
+    """Two children by one drafter, then one by another, as one family."""
+
+    def propose(coins):
+        one, two = drawn(q, 2, draw, coins), drawn(other, 1, draw, coins)
+        parts = (
+            torch.cat([getattr(one, name), getattr(two, name)], dim=1)
+            for name in ("tokens", "parent", "valid", "q")
+        )
+        return Proposal(*parts, draw)
+
+    return propose
+
+
+@pytest.mark.parametrize("name", ["multi_step", "without_replacement"])
+def test_siblings_of_several_drafters_each_carry_their_own_law(name):
+    """SpecInfer's merged trees: exact for recursive rejection, refused by K-SEQ."""
+    (p, q), (_, other) = pair(1), pair(4)
+    draw = dict(RULE_OF_DRAW)[name]
+    out, _ = one_node(p, of_two_drafters(q, other, draw), RULES[name])
+    assert float((out - p).abs().max()) < 1e-12
+    with pytest.raises(UserError, match="come from several drafters"):
+        one_node(p, of_two_drafters(q, other, "iid"), RULES["k_sequential"])
 
 
 @pytest.mark.parametrize(("name", "draw"), RULE_OF_DRAW)
