@@ -1,6 +1,8 @@
 """Distilled rows to documents, and documents to packed batches."""
 
+import hashlib
 import random
+from array import array
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from draftsmith.data.prompts import keyed_number, listed
+from draftsmith.data.prompts import first_key, keyed_number, listed
 from draftsmith.data.rows import check_complete, read_rows
 from draftsmith.drafters.slots import Batch
 from draftsmith.recipes.errors import UserError
@@ -66,16 +68,38 @@ def training_documents(folder: Path, config: DataConfig) -> tuple[list[Document]
 def split_held_out(
     documents: Sequence[Document], count: int, seed: int
 ) -> tuple[list[Document], list[Document]]:
-    """(training, held out): chosen by key, so that more or reordered documents change little."""
+    """(training, held out): chosen by key, so that more or reordered documents change little.
+
+    Answers to one prompt stay together, or training would have seen what is held out: the last
+    prompt that is chosen may bring more than `count`.
+    """
     if count >= len(documents):
         raise UserError(
             f"data.held_out: {count} documents are to be kept away from training and there are "
             f"only {len(documents)}; lower it, or give more prompts"
         )
-    ranked = sorted(documents, key=lambda document: keyed_number(seed, "held out", document.key))
-    held = {document.key for document in ranked[:count]}
+    answers = Counter(first_key(document.key) for document in documents)
+    prompts: set[str] = set()
+    for prompt in sorted(answers, key=lambda key: keyed_number(seed, "held out", key)):
+        if sum(answers[key] for key in prompts) >= count:
+            break
+        prompts.add(prompt)
+    held = {document.key for document in documents if first_key(document.key) in prompts}
     train = [document for document in documents if document.key not in held]
+    if not train:
+        raise UserError(
+            f"data.held_out: {count} documents are to be kept away from training, and with the "
+            "other answers to their prompts that is all; give more prompts"
+        )
     return train, [document for document in documents if document.key in held]
+
+
+def fingerprint(documents: Sequence[Document]) -> str:
+    """Digest of what is trained on: ids and their supervision, in order."""
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(array("q", document.ids).tobytes() + bytes(document.supervised) + b";")
+    return digest.hexdigest()
 
 
 def pack(documents: Sequence[Document], max_length: int) -> list[list[int]]:
@@ -110,7 +134,7 @@ class PackedRows:
     """Documents in packed rows: which rows an optimizer step sees, and their batches."""
 
     def __init__(self, documents: Sequence[Document], max_length: int) -> None:
-        self.documents = documents
+        self.documents, self.max_length = documents, max_length
         self.rows = pack(documents, max_length)
         self.tokens = sum(len(document.ids) for document in documents)
         self.supervised = sum(sum(document.supervised) for document in documents)

@@ -7,22 +7,20 @@ that it would have met.
 """
 
 import hashlib
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
-from tqdm import tqdm
 
+from draftsmith.data.bar import Bar
 from draftsmith.data.generate import Answer, Request, answer
 from draftsmith.data.prompts import Prompt, keyed_number, listed
 from draftsmith.data.render import TemplateRefusal, check_template, render_prompt
-from draftsmith.data.rows import Row, RowFile, agree_on_manifest, finished_rows
+from draftsmith.data.rows import ROWS, Row, RowFile, agree_on_manifest, finished_rows
 from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.errors import UserError
@@ -42,29 +40,35 @@ class DistilSummary:
 
 
 def distil(
+    target: Target, prompts: Sequence[Prompt], config: DataConfig, folder: Path, *, seed: int
+) -> DistilSummary:
+    """Answer all prompts into `folder`, resuming what is there. Raises UserError."""
+    requests, dropped = make_requests(target, prompts, config, seed)
+    made, speed = answer_all(target, prompts, requests, config, folder, seed=seed)
+    return summarise(folder, dropped, made, speed)
+
+
+def answer_all(
     target: Target,
     prompts: Sequence[Prompt],
+    requests: Sequence[Request],
     config: DataConfig,
     folder: Path,
     *,
     seed: int,
-    shard: tuple[int, int] = (0, 1),
-) -> DistilSummary:
-    """Answer all prompts into `folder/rows*.jsonl`, resuming what is there. Raises UserError.
+    title: str = "distil",
+) -> tuple[int, float]:
+    """Answer prepared requests into `folder`, resuming what is there.
 
-    `shard` (rank, ranks) divides the batches. Ranks never wait for one another: each has its file.
+    Returns the rows that this call made and its tokens per second. `title` names the progress bar.
     """
-    requests, dropped = make_requests(target, prompts, config, seed)
     agree_on_manifest(folder, manifest(target, requests, config, seed))
     by_key = {prompt.key: prompt for prompt in prompts}
-    rank, ranks = shard
-    batches = plan(requests, config.distil.batch_size)[rank::ranks]
-    name = "rows.jsonl" if ranks == 1 else f"rows-{rank}-of-{ranks}.jsonl"
     started, made, tokens = time.perf_counter(), 0, 0
-    with RowFile(folder / name) as file, Bar(sum(map(len, batches))) as bar:
-        done = finished_rows(folder).keys()
-        for batch in batches:
-            missing = {request.key for request in batch} - done
+    bar = Bar(len(requests), name=title, unit="prompts")
+    with RowFile(folder / ROWS) as file, bar:
+        for batch in plan(requests, config.distil.batch_size):
+            missing = {request.key for request in batch} - file.keys
             if not missing:
                 bar.skip(len(batch))
                 continue
@@ -78,9 +82,10 @@ def distil(
                 ]
             )
             made += len(missing)
-            tokens += sum(len(reply.ids) for reply in answers)
-            bar.finish_batch(len(batch), tokens)
-    return summarise(folder, dropped, made, tokens / (time.perf_counter() - started))
+            fresh = sum(len(reply.ids) for reply in answers)
+            tokens += fresh
+            bar.finish_batch(len(batch), fresh)
+    return made, tokens / (time.perf_counter() - started)
 
 
 def make_requests(
@@ -92,29 +97,39 @@ def make_requests(
     dropped: Counter[str] = Counter()
     for prompt in prompts:
         try:
-            ids = render_prompt(target.tokenizer, prompt.messages, config.thinking)
+            ids = render_prompt(
+                target.tokenizer, prompt.messages, config.thinking, tools=prompt.tools
+            )
         except TemplateRefusal as reason:
             dropped[str(reason)] += 1
             continue
         if len(ids) > config.max_prompt_tokens:
             dropped[f"prompt longer than {config.max_prompt_tokens} tokens"] += 1
             continue
-        sampling = sampling_of(prompt.key, config.distil, seed)
-        own_seed = keyed_number(seed, "answer", prompt.key) >> 1  # torch takes 63 bits
-        requests.append(Request(prompt.key, ids, sampling, own_seed))
+        requests.append(make_request(prompt.key, ids, config.distil, seed, purpose="answer"))
     if not requests:
         raise UserError(f"{target.name}: no prompt is left to answer. Dropped: {listed(dropped)}")
-    check_room(target, max(len(request.ids) for request in requests) + config.distil.max_new_tokens)
+    longest = max(len(request.ids) for request in requests)
+    knobs = "data.max_prompt_tokens or data.distil.max_new_tokens"
+    check_room(target, longest + config.distil.max_new_tokens, knobs)
     return requests, dropped
 
 
-def check_room(target: Target, needed: int) -> None:
+def make_request(
+    key: str, ids: list[int], config: DistilConfig, seed: int, *, purpose: str
+) -> Request:
+    """A request with random numbers of its own: by key, and by what they are drawn for."""
+    own_seed = keyed_number(seed, purpose, key) >> 1  # torch takes 63 bits
+    return Request(key, ids, sampling_of(key, config, seed), own_seed)
+
+
+def check_room(target: Target, needed: int, knobs: str) -> None:
     """UserError when the longest prompt and its answer do not fit the model's positions."""
     positions = target.config.to_dict().get("max_position_embeddings")
     if positions is not None and needed > positions:
         raise UserError(
             f"{target.name} has {positions} positions and the longest prompt with its answer needs "
-            f"{needed}; lower data.max_prompt_tokens or data.distil.max_new_tokens"
+            f"{needed}; lower {knobs}"
         )
 
 
@@ -149,7 +164,7 @@ def manifest(
 
 
 def answer_within_memory(
-    target: Target, batch: Sequence[Request], config: DistilConfig, bar: "Bar"
+    target: Target, batch: Sequence[Request], config: DistilConfig, bar: Bar
 ) -> list[Answer]:
     """Answer a batch; UserError when the device's memory does not hold it."""
     try:
@@ -169,6 +184,7 @@ def make_row(
         "key": prompt.key,
         "category": prompt.category,
         "messages": list(prompt.messages),
+        "tools": list(prompt.tools),
         "prompt_ids": request.ids,
         "response_ids": reply.ids,
         "response": target.tokenizer.decode(reply.ids, skip_special_tokens=True),
@@ -190,46 +206,3 @@ def summarise(folder: Path, dropped: Counter[str], made: int, speed: float) -> D
         made=made,
         tokens_per_second=speed,
     )
-
-
-class Bar:
-    """Progress in prompts, moving within a batch too, with tokens per second and the time left."""
-
-    def __init__(self, total: int) -> None:
-        terminal = sys.stderr.isatty()
-        self.done = 0
-        self.started = time.perf_counter()
-        self.bar = tqdm(
-            total=total,
-            desc="distil",
-            mininterval=0.5 if terminal else 15,
-            bar_format="{l_bar}{bar}| {n:.0f}/{total} prompts [{elapsed}<{remaining}{postfix}]",
-        )
-
-    def skip(self, count: int) -> None:
-        """Prompts that were answered before: no time was spent on them."""
-        self.bar.initial += count
-        self.finish_batch(count, 0)
-
-    def within_batch(self, answered: float) -> None:
-        """So many prompts of the running batch are answered."""
-        self.bar.update(self.done + answered - self.bar.n)
-
-    def finish_batch(self, count: int, tokens: int) -> None:
-        """A batch is on the disk; `tokens` were generated so far."""
-        self.done += count
-        if tokens:
-            speed = tokens / (time.perf_counter() - self.started)
-            self.bar.set_postfix_str(f"{speed:.0f} tok/s", refresh=False)
-        self.bar.update(self.done - self.bar.n)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.bar.close()

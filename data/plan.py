@@ -30,7 +30,7 @@ class Plan:
 
     trained: int  # parameters
     frozen: int
-    prompts: int | None  # None: not counted, they are on the Hub
+    prompts: int | None  # with all self-written ones; None: not counted, they are on the Hub
     eval_prompts: int | None
     tokens: int | None
     steps: int | None
@@ -50,10 +50,11 @@ def make_plan(recipe: Recipe) -> Plan:
     check_trackers(recipe)
     shape = describe(recipe.target)
     check_target(recipe, shape)
-    prompts, characters = count_prompts(recipe)
+    given, characters = count_prompts(recipe)
+    prompts = None if given is None else given + recipe.data.self_written.count
     eval_prompts = count_eval_prompts(recipe)
     check_held_out(recipe, prompts)
-    tokens = None if prompts is None else estimate_tokens(recipe, prompts, characters)
+    tokens = None if given is None else estimate_tokens(recipe, given, characters)
     trained = trained_parameters(recipe.drafter, shape)
     plan = Plan(
         trained=trained,
@@ -64,7 +65,7 @@ def make_plan(recipe: Recipe) -> Plan:
         steps=estimate_steps(recipe, tokens),
         memory=estimate_memory(recipe, shape, trained),
         memory_total=device_memory(recipe),
-        disk=estimate_disk(recipe, trained, tokens or 0),
+        disk=estimate_disk(recipe, shape, trained, tokens or 0),
         disk_free=free_disk(run_folder(recipe)),
         notes=find_notes(recipe, estimate_steps(recipe, tokens)),
     )
@@ -84,6 +85,13 @@ def check_steps(recipe: Recipe) -> None:
         raise UserError(
             f"data.max_prompt_tokens: {data.max_prompt_tokens} leaves no room for an answer in "
             f"rows of data.max_length ({data.max_length}); lower the first or raise the second"
+        )
+    written = data.self_written
+    if written.count and written.max_new_tokens >= data.max_prompt_tokens:
+        raise UserError(
+            f"data.self_written.max_new_tokens: turns of {written.max_new_tokens} tokens leave no "
+            "room for the template in prompts of data.max_prompt_tokens "
+            f"({data.max_prompt_tokens}); lower the first or raise the second"
         )
     weights = len(recipe.objective.slot_weights)
     if recipe.objective.weights != "list" and weights:
@@ -148,10 +156,15 @@ def find_notes(recipe: Recipe, steps: int | None) -> tuple[str, ...]:
     ]
     if steps is not None and optim.warmup_steps >= steps:
         found.append(f"optim.warmup_steps ({optim.warmup_steps}) outlasts the training")
+    if recipe.train.feature_cache and recipe.train.epochs == 1:
+        found.append("train.feature_cache saves no time in one epoch, only in those after it")
     if distil.temperature == 0 and distil.greedy_share > 0:
         found.append(
             "data.distil.greedy_share does nothing at temperature 0, all answers are greedy"
         )
+    written = recipe.data.self_written
+    if written.count > 1 and written.temperature == 0:
+        found.append("data.self_written: every turn is the same at temperature 0, one is kept")
     return tuple(found)
 
 
@@ -161,7 +174,7 @@ def is_here(source: str) -> bool:
 
 
 def count_prompts(recipe: Recipe) -> tuple[int | None, int]:
-    """Training prompts and the characters in them; None where they are on the Hub."""
+    """Training prompts but the self-written, and their characters; None where on the Hub."""
     if not is_here(recipe.data.prompts) and not recipe.data.prompts.endswith(".jsonl"):
         return None, 0
     prompts = load_prompts(recipe.data, split="train", seed=recipe.seed).prompts
@@ -187,11 +200,19 @@ def check_held_out(recipe: Recipe, prompts: int | None) -> None:
         )
 
 
-def estimate_tokens(recipe: Recipe, prompts: int, characters: int) -> int:
-    """Tokens of prompts and answers, every answer as long as it may be."""
-    asked = characters / CHARACTERS + TEMPLATE_TOKENS * prompts
-    asked = min(asked, recipe.data.max_prompt_tokens * prompts)
-    return round(asked + recipe.data.distil.max_new_tokens * prompts)
+def estimate_tokens(recipe: Recipe, given: int, characters: int) -> int:
+    """Tokens of prompts and answers; every answer and self-written prompt as long as it may be."""
+    data = recipe.data
+    asked = min(characters / CHARACTERS + TEMPLATE_TOKENS * given, data.max_prompt_tokens * given)
+    answered = data.distil.max_new_tokens * (given + data.self_written.count)
+    return round(asked + written_tokens(recipe) + answered)
+
+
+def written_tokens(recipe: Recipe) -> int:
+    """Tokens of the self-written prompts in their template, every one kept and full."""
+    written = recipe.data.self_written
+    longest = min(written.max_new_tokens + TEMPLATE_TOKENS, recipe.data.max_prompt_tokens)
+    return written.count * longest
 
 
 def estimate_steps(recipe: Recipe, tokens: int | None) -> int | None:
@@ -207,7 +228,8 @@ def trained_parameters(config: MedusaConfig, shape: TargetShape) -> int:
     """Parameters of the Medusa heads (a test counts the real ones)."""
     size, rows = shape.hidden_size, config.draft_vocab or shape.vocab_size
     extra = {"shared": 0, "low_rank": config.rank * (size + rows), "own": rows * size}
-    return config.heads * (size * size + size + extra[config.projection])
+    blocks = (1 + config.reads_root) * size * size + size
+    return config.heads * (blocks + extra[config.projection])
 
 
 def estimate_memory(recipe: Recipe, shape: TargetShape, trained: int) -> dict[str, int]:
@@ -238,15 +260,26 @@ def device_memory(recipe: Recipe) -> int:
     return int(psutil.virtual_memory().total)
 
 
-def estimate_disk(recipe: Recipe, trained: int, tokens: int) -> dict[str, int]:
+def estimate_disk(recipe: Recipe, shape: TargetShape, trained: int, tokens: int) -> dict[str, int]:
     """Bytes that the run will write, by part."""
     kept = recipe.train.keep_checkpoints + 1  # a new one is whole before an old one goes
+    turns = written_tokens(recipe) * ROW_BYTES
+    features = {"features": estimate_features(recipe, shape, tokens)}
     return {
+        **({"self-written turns": turns} if turns else {}),
         "rows": tokens * ROW_BYTES,
+        **(features if recipe.train.feature_cache else {}),
         "checkpoints": kept * trained * 3 * FULL,
         "drafter": 2 * trained * FULL,  # the new one is whole before the old one goes
         "report and log": 8 << 20,
     }
+
+
+def estimate_features(recipe: Recipe, shape: TargetShape, tokens: int) -> int:
+    """Bytes of the feature cache that are not written yet."""
+    shards = (run_folder(recipe) / "features").glob("shard-*")
+    there = sum(shard.stat().st_size for shard in shards)
+    return max(0, tokens * shape.hidden_size * BYTES[recipe.target.dtype] - there)
 
 
 def free_disk(folder: Path) -> int:
@@ -266,9 +299,11 @@ def free_disk(folder: Path) -> int:
 def check_room(plan: Plan) -> None:
     """Refuse what this machine cannot hold."""
     if sum(plan.disk.values()) > plan.disk_free:
+        cache = " or leave out train.feature_cache" if "features" in plan.disk else ""
         raise UserError(
             f"the run needs {size(sum(plan.disk.values()))} of disk and {size(plan.disk_free)} are "
             "free; free some, give another folder (runs=FOLDER), or lower train.keep_checkpoints"
+            + cache
         )
     certain = plan.memory["frozen weights"] + plan.memory["trained weights, gradients, optimizer"]
     if certain > plan.memory_total:
@@ -286,15 +321,17 @@ def size(count: int) -> str:
     return f"{count / 1024:.0f} kB"
 
 
-def number(count: int | None, unknown: str = "not known before the prompts are loaded") -> str:
+def number(count: int | None) -> str:
     """A count for people."""
-    return unknown if count is None else f"{count:,}"
+    return "not known before the prompts are loaded" if count is None else f"{count:,}"
 
 
 def render(plan: Plan, recipe: Recipe) -> str:
     """The plan as text."""
     needed, whole = sum(plan.memory.values()), sum(plan.disk.values())
     tight = " (may not fit: lower train.rows_per_micro_batch)" if needed > plan.memory_total else ""
+    count = recipe.data.self_written.count
+    written = f" (up to {count:,} self-written)" if count else ""
     at_most = "" if plan.tokens is None else "at most "
     lines = [
         ("run", str(run_folder(recipe))),
@@ -302,7 +339,8 @@ def render(plan: Plan, recipe: Recipe) -> str:
         ("drafter", f"{recipe.drafter.kind}, {plan.trained:,} parameters trained"),
         (
             "prompts",
-            f"{number(plan.prompts)} to train on, {number(plan.eval_prompts)} to report on",
+            f"{number(plan.prompts)} to train on{written}, {number(plan.eval_prompts)} to report "
+            "on",
         ),
         ("tokens", at_most + number(plan.tokens)),
         ("steps", at_most + number(plan.steps)),

@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from draftsmith.recipes.files import user_path
 from draftsmith.recipes.schema import DataConfig
 
 Message = dict[str, Any]  # role, content, and what tool calls and reasoning add
+Tool = dict[str, Any]  # a JSON schema of what the target may call
 Split = Literal["train", "test"]
 # Where the row stands (for messages to the user), and its fields.
 Row = tuple[str, Mapping[str, Any]]
@@ -44,6 +46,7 @@ class Prompt:
     key: str
     category: str
     messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,23 @@ def load_prompts(config: DataConfig, *, split: Split, seed: int) -> PromptSet:
     if not found.prompts:
         raise UserError(f"{source}: no prompt is left. Dropped: {listed(found.dropped)}")
     if train and config.limit is not None:
-        return PromptSet(draw(found.prompts, config.limit, seed), found.dropped)
-    return found
+        found = PromptSet(draw(found.prompts, config.limit, seed), found.dropped)
+    return PromptSet(repeat(found.prompts, config.answers), found.dropped) if train else found
+
+
+def repeat(prompts: Sequence[Prompt], answers: int) -> list[Prompt]:
+    """Every prompt so many times: a copy is another key, and so another draw of the answer."""
+    copies = [
+        replace(prompt, key=f"{prompt.key} (answer {number})")
+        for number in range(2, answers + 1)
+        for prompt in prompts
+    ]
+    taken = {prompt.key for prompt in prompts} & {copy.key for copy in copies}
+    if taken:
+        raise UserError(
+            f"data.answers: the key {min(taken)!r} is needed for another answer; rename that prompt"
+        )
+    return [*prompts, *copies]
 
 
 def collect(rows: Iterable[Row]) -> PromptSet:
@@ -85,7 +103,7 @@ def collect(rows: Iterable[Row]) -> PromptSet:
         except Unusable as reason:
             dropped[str(reason)] += 1
             continue
-        content = content_key(prompt.messages)
+        content = content_key(prompt.messages, prompt.tools)
         if content in contents:
             dropped["duplicate"] += 1
         elif prompt.key in keys:
@@ -95,6 +113,11 @@ def collect(rows: Iterable[Row]) -> PromptSet:
             keys.add(prompt.key)
             contents.add(content)
     return PromptSet(prompts, dropped)
+
+
+def first_key(key: str) -> str:
+    """The key of a prompt's first answer, from the key of any."""
+    return re.sub(r" \(answer [0-9]+\)$", "", key)
 
 
 def draw(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
@@ -110,9 +133,10 @@ def keyed_number(seed: int, purpose: str, key: str) -> int:
     return int.from_bytes(digest[:8], "big")
 
 
-def content_key(messages: Sequence[Message]) -> str:
+def content_key(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
     """A key made of what the prompt says, for rows that bring no id."""
-    text = json.dumps(list(messages), sort_keys=True, ensure_ascii=False)
+    said = [list(messages), list(tools)] if tools else list(messages)
+    text = json.dumps(said, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -185,12 +209,12 @@ def _data_set(source: str, path: Path, part: str) -> Iterable[Mapping[str, Any]]
 
 
 def _prompt(where: str, row: Mapping[str, Any]) -> Prompt:
-    messages = _until_answer(_messages(where, row))
+    messages, tools = _until_answer(_messages(where, row)), _tools(where, row.get("tools"))
     given = next((row[field] for field in KEY_FIELDS if row.get(field) is not None), None)
     category = row.get("category")
-    _check_unicode([given, category, messages])
-    key = content_key(messages) if given is None else str(given)
-    return Prompt(key, category if isinstance(category, str) else "uncategorised", messages)
+    _check_unicode([given, category, messages, tools])
+    key = content_key(messages, tools) if given is None else str(given)
+    return Prompt(key, category if isinstance(category, str) else "uncategorised", messages, tools)
 
 
 def _check_unicode(values: object) -> None:
@@ -219,6 +243,19 @@ def _messages(where: str, row: Mapping[str, Any]) -> list[Message]:
         what = "text or a list of turns" if field in ("prompt", "turns") else "a list of turns"
         raise UserError(f"{where}: {field!r} must be {what}, not {type(value).__name__}")
     return [_message(where, turn) for turn in value]
+
+
+def _tools(where: str, value: object) -> tuple[Tool, ...]:
+    """What the target may call: a list of objects, or its JSON text, as Arrow tables need it."""
+    try:
+        tools = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        tools = value
+    if tools is None:
+        return ()
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(f"{where}: 'tools' must be a list of JSON objects, not {value!r:.60}")
+    return tuple(tools)
 
 
 def _message(where: str, turn: object) -> Message:

@@ -1,4 +1,4 @@
-"""Distilled rows on disk: append-only shards of keyed JSON lines, and how they were made."""
+"""Distilled rows on disk: an append-only file of keyed JSON lines, and how they were made."""
 
 import json
 import os
@@ -12,12 +12,12 @@ from draftsmith.recipes.files import write_text
 from draftsmith.recipes.stages import flat
 
 Row = dict[str, Any]
-MANIFEST = "manifest.json"
+ROWS, MANIFEST = "rows.jsonl", "manifest.json"
 TEXTS, IDS, FINISHES = ("key", "category"), ("prompt_ids", "response_ids"), ("stop", "length")
 
 
 class RowFile:
-    """One shard, open for appending by one process.
+    """The file of rows, open for appending by one process.
 
     A line that a killed process left unfinished is cut off on opening; its row is made again.
     """
@@ -64,7 +64,7 @@ class RowFile:
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """Rows of all shards in the order of their keys; UserError when there are none."""
+    """Rows in the order of their keys; UserError when there are none."""
     rows = finished_rows(folder)
     if not rows:
         raise UserError(f"{folder}: holds no distilled rows; run the data stage first")
@@ -72,9 +72,9 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def finished_rows(folder: Path) -> dict[str, Row]:
-    """Rows of all shards by key; a shard may be growing."""
-    shards = sorted(folder.glob("rows*.jsonl"))
-    return {row["key"]: row for shard in shards for row in _whole_lines(shard)[0]}
+    """Rows by key; the file may be growing."""
+    path = folder / ROWS
+    return {row["key"]: row for row in _whole_lines(path)[0]} if path.is_file() else {}
 
 
 def check_complete(folder: Path, there: int) -> None:

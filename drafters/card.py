@@ -17,6 +17,7 @@ output.
 |---|---|
 | target | `{model}`, weights {origin}, states in {dtype} |
 | slots | {heads} |
+| heads read | {reads} |
 | projection | {projection} |
 | draft vocabulary | {vocabulary} |
 
@@ -26,7 +27,7 @@ draftsmith eval PATH_TO_THIS_FOLDER
 
 Limits: it is fitted to this target's states and chat template; acceptance falls on text unlike its
 training data. vLLM up to 0.32 reads this layout where every slot has an own full-vocabulary
-projection; vLLM 0.33 removed Medusa and SGLang never had it.
+projection and reads the state alone; vLLM 0.33 removed Medusa and SGLang never had it.
 """
 
 
@@ -40,6 +41,7 @@ def model_card(meta: dict[str, Any]) -> str:
         kind=drafter["kind"],
         heads=drafter["heads"],
         projection=drafter["projection"],
+        reads="the state and the root" if drafter.get("reads_root") else "the state",
         vocabulary="all of the target's"
         if vocab is None
         else f"{len(vocab)} rows of the target's head",

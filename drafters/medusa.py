@@ -6,9 +6,14 @@ Head k reads the state before the root and guesses the k-th token after the root
 target's own head. W_k is the frozen shared head (default), that plus a low-rank correction, or one
 trained matrix per slot.
 
+The root itself is known when drafting; Medusa's heads do not look at it. With `reads_root` they do:
+`h + SiLU(A_k h + C_k e + b_k)`, e the root's embedding scaled to unit mean square, C_k from zero.
+It is the first of the dependences that Hydra's heads have (Ankner et al., 2402.05109, section 3);
+slots stay independent of each other, so any tree of guesses still costs one pass of the heads.
+
 Files keep FasterDecoding's layout: `{i}.0.linear.weight`, `{i}.0.linear.bias` and, for own
 full-vocabulary heads, `{i}.1.weight`; `config.json` is the superset that vLLM <= 0.32 reads. What
-that layout cannot say (draft vocabulary, low-rank factors) lies under key names of our own.
+that layout cannot say (draft vocabulary, low-rank factors, C_k) lies under key names of our own.
 """
 
 from collections.abc import Mapping
@@ -47,6 +52,7 @@ class MedusaHeads(nn.Module):
     native_file = "medusa_lm_head.safetensors"
     rows: Tensor  # [Vq, D], the target's head rows that drafts may use
     draft_ids: Tensor | None  # [Vq] their target ids; None: all
+    embedding: Tensor  # [V, D], the target's; held where heads read the root
 
     def __init__(self, config: MedusaConfig, target: Target, draft_ids: Tensor | None) -> None:
         super().__init__()
@@ -54,6 +60,10 @@ class MedusaHeads(nn.Module):
         size = target.hidden_size
         self.weight = nn.Parameter(torch.zeros(config.heads, size, size))  # [K, D, D]
         self.bias = nn.Parameter(torch.zeros(config.heads, size))  # [K, D]
+        self.root_weight: nn.Parameter | None = None  # [K, D, D]
+        if config.reads_root:
+            self.root_weight = nn.Parameter(torch.zeros(config.heads, size, size))
+            self.register_buffer("embedding", target.embedding, persistent=False)  # [V, D]
         rows = (
             target.head_weight
             if draft_ids is None
@@ -74,11 +84,15 @@ class MedusaHeads(nn.Module):
         shared = None if self.config.projection == "own" else self.rows
         return Head(shared, self.own, self.draft_ids)
 
-    def states(self, hidden: Tensor) -> Tensor:
-        """Target states [N, D] -> slot states [N, K, D (+ R)]."""
+    def states(self, hidden: Tensor, roots: Tensor) -> Tensor:
+        """Target states [N, D] before the roots [N] (token ids) -> slot states [N, K, D (+ R)]."""
         hidden = hidden.to(self.weight.dtype)
         # One matrix product for all heads: a batched one is ten times slower in bf16 on CPUs.
         turned = nn.functional.linear(hidden, self.weight.flatten(0, 1), self.bias.flatten())
+        if self.root_weight is not None:
+            seen = self.embedding[roots].to(hidden.dtype)
+            seen = nn.functional.rms_norm(seen, seen.shape[-1:])
+            turned = turned + nn.functional.linear(seen, self.root_weight.flatten(0, 1))
         state: Tensor = hidden[:, None] + nn.functional.silu(turned).view(-1, *self.bias.shape)
         if self.down is None:
             return state
@@ -88,7 +102,8 @@ class MedusaHeads(nn.Module):
 
     def slots(self, batch: Batch, states: TargetStates, roots: Roots) -> SlotStates:
         """The training waist: one group per root."""
-        hidden = self.states(before_roots(states.final, roots))
+        tokens = batch.ids[roots.row, roots.position]
+        hidden = self.states(before_roots(states.final, roots), tokens)
         return SlotStates(hidden, self.head(), label_slots(batch, roots, self.depth))
 
     def start(self, ids: Tensor, lengths: Tensor, states: TargetStates) -> MedusaState:
@@ -99,7 +114,9 @@ class MedusaHeads(nn.Module):
     def propose(self, state: MedusaState, root: Tensor, plan: Plan) -> Proposal:
         """Point-mass guesses of every slot, laid out as the tree (on the drafter's device)."""
         batch, tree = root.shape[0], plan.tree
-        logits = slot_logits(self.states(state.hidden), self.head(), self.adjust)  # [B, K, Vq]
+        logits = slot_logits(
+            self.states(state.hidden, root), self.head(), self.adjust
+        )  # [B, K, Vq]
         best = logits.topk(tree.width, dim=-1).indices  # [B, K, S]
         if self.draft_ids is not None:
             best = self.draft_ids[best]
@@ -130,6 +147,8 @@ class MedusaHeads(nn.Module):
         for i in range(self.depth):
             views[f"{i}.0.linear.weight"] = self.weight[i]
             views[f"{i}.0.linear.bias"] = self.bias[i]
+            if self.root_weight is not None:
+                views[f"{i}.root.weight"] = self.root_weight[i]
             if self.own is not None:
                 views[self.own_key(i)] = self.own[i]
             if self.down is not None:

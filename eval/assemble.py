@@ -163,7 +163,7 @@ def arm_report(
         name=arm.name,
         engine=arm.engine,
         drafter=kind if drafted else None,
-        rule=arm.rule,
+        rule=arm.acceptance,
         temperature=arm.sampling.temperature,
         top_p=arm.sampling.top_p,
         top_k=arm.sampling.top_k,
@@ -191,7 +191,7 @@ def arm_report(
         conditional_acceptance=slots.conditional,
         joint_acceptance=slots.joint,
         reached=slots.reached,
-        lossless=verdicts.lossless,
+        lossless=verdicts.lossless if arm.rule.lossless else "by design not",
         check=verdicts.sentence,
         milliseconds=mean_milliseconds(trials),
         token_ms=percentiles(token_seconds(trials)),
@@ -209,11 +209,12 @@ def drafter_bytes(drafter: Drafter | None, target: Target) -> dict[str, int]:
     """Memory that the drafter adds: parameters and buffers that are not the target's own."""
     if not isinstance(drafter, nn.Module):
         return {"weights": 0, "cache_per_token": 0}
-    shared = target.head_weight.untyped_storage().data_ptr()
+    own = (target.head_weight, target.embedding)
+    shared = {tensor.untyped_storage().data_ptr() for tensor in own}
     held: dict[int, int] = {}
     for tensor in [*drafter.parameters(), *drafter.buffers()]:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() != shared:
+        if storage.data_ptr() not in shared:
             held[storage.data_ptr()] = storage.nbytes()
     return {"weights": sum(held.values()), "cache_per_token": drafter.cache_bytes_per_token()}
 

@@ -13,8 +13,10 @@ from draftsmith.drafters.methods import Drafter
 from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree
-from draftsmith.eval.decode import Decoded, Round, clock, decode
+from draftsmith.eval.decode import Decoded, clock, decode
+from draftsmith.eval.rows import Round
 from draftsmith.eval.summary import Trial
+from draftsmith.eval.verify import RuleSpec, point_mass
 
 PLAIN, GENERATE = "plain", "transformers.generate"
 
@@ -29,13 +31,14 @@ class Arm:
     engine: Literal["draftsmith", "transformers"] = "draftsmith"
     drafter: Drafter | None = None
     tree: Tree | None = None
+    rule: RuleSpec = point_mass
 
     @property
-    def rule(self) -> str:
+    def acceptance(self) -> str:
         """How tokens are accepted, or chosen where nothing is drafted."""
         if self.drafter is None:
             return "none (greedy)" if self.sampling.greedy else "none (sampling)"
-        return "greedy" if self.sampling.greedy else "point mass, one draw per node"
+        return "greedy" if self.sampling.greedy and self.rule.lossless else self.rule.described
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ def run_arm(
         max_new_tokens=max_new_tokens,
         tree=arm.tree,
         seed=seed,
+        rule=arm.rule,
     )
 
 

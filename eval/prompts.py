@@ -21,7 +21,9 @@ def evaluation_prompts(target: Target, recipe: Recipe) -> tuple[list[BenchPrompt
         if recipe.eval.prompts is not None and len(rendered) == recipe.eval.prompts:
             break
         try:
-            ids = render_prompt(target.tokenizer, prompt.messages, recipe.data.thinking)
+            ids = render_prompt(
+                target.tokenizer, prompt.messages, recipe.data.thinking, tools=prompt.tools
+            )
         except TemplateRefusal as reason:
             dropped[str(reason)] += 1
             continue

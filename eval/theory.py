@@ -1,13 +1,10 @@
-"""What speculative decoding should gain: Leviathan et al. (2211.17192), and more general forms.
+"""What a drafter should gain, from acceptance and from costs that were measured alone.
 
-Alpha is the acceptance rate, gamma the number of drafted tokens, cost the draft step over the
-target step.
+No law of acceptance is assumed: tau is the measured one, so this is exact where the costs are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from itertools import accumulate
-from operator import mul
 
 
 @dataclass(frozen=True)
@@ -27,36 +24,6 @@ class RoundCost:
     def milliseconds(self) -> dict[str, float]:
         """Every part."""
         return {part: 1000 * seconds for part, seconds in asdict(self).items()}
-
-
-def expected_tokens(alpha: float, gamma: int) -> float:
-    """Tokens of a round when every draft is accepted with probability alpha: (1-a^(g+1))/(1-a)."""
-    return chain_tau([alpha] * gamma)
-
-
-def walltime_factor(alpha: float, gamma: int, cost: float) -> float:
-    """Theorem 3.8: the speedup, if scoring gamma + 1 positions costs one target step."""
-    return expected_tokens(alpha, gamma) / (gamma * cost + 1)
-
-
-def walltime_bound(alpha: float, cost: float) -> float:
-    """Corollary 3.9: what the best gamma reaches at least, when alpha > cost."""
-    return (1 + alpha) / (1 + cost)
-
-
-def operations_factor(alpha: float, gamma: int, cost: float) -> float:
-    """Theorem 3.11: how many times the arithmetic; cost is in operations here."""
-    return (gamma * cost + gamma + 1) / expected_tokens(alpha, gamma)
-
-
-def best_gamma(alpha: float, cost: float, *, limit: int = 256) -> int:
-    """The gamma that maximises the wall-time factor; 0 when no draft pays, at most `limit`."""
-    return max(range(limit + 1), key=lambda gamma: walltime_factor(alpha, gamma, cost))
-
-
-def chain_tau(conditional: Sequence[float]) -> float:
-    """Tokens of a round from conditional acceptance by slot: 1 + sum of the running products."""
-    return 1.0 + float(sum(accumulate(conditional, mul)))
 
 
 def predicted_speedup(tau: float, cost: RoundCost) -> float:

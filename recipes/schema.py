@@ -40,6 +40,18 @@ class DistilConfig(Block):
     batch_size: Positive = 64
 
 
+class SelfWrittenConfig(Block):
+    """Prompts that the target writes itself, as a user would (Magpie, 2406.08464).
+
+    They come on top of the others, `limit` or not, and are answered like them.
+    """
+
+    count: Annotated[int, Field(ge=0)] = 0  # turns that are sampled; the filters leave fewer
+    max_new_tokens: Positive = 96  # a longer turn is dropped
+    temperature: Annotated[float, Field(ge=0.0)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.95
+
+
 class DataConfig(Block):
     """Prompts, their answers, and how answers become training rows."""
 
@@ -50,6 +62,8 @@ class DataConfig(Block):
     eval_split: str = "test"
     grow: Annotated[int, Field(ge=0)] = 0  # prompts that the seeded offline generator adds
     limit: Positive | None = None  # at most this many training prompts, drawn by the seed
+    answers: Positive = 1  # answers to each of them, sampled: for prompts that are few but good
+    self_written: SelfWrittenConfig = SelfWrittenConfig()
     thinking: bool | None = None  # passed to the template as `enable_thinking`; None: not passed
     max_prompt_tokens: Positive = 1024
     max_length: Positive = 2048  # tokens of a packed row
@@ -58,6 +72,16 @@ class DataConfig(Block):
     cut_answers: Literal["keep", "mask_last", "drop"] = "keep"
     held_out: Positive = 64  # documents kept away from training, for the walk
     distil: DistilConfig = DistilConfig()
+
+    @model_validator(mode="after")
+    def check_answers(self) -> Self:
+        """Greedy answers to one prompt are all the same."""
+        if self.answers > 1 and self.distil.temperature == 0:
+            raise ValueError(
+                f"answers: {self.answers} of a prompt are equal at temperature 0; "
+                "set distil.temperature, or answers: 1"
+            )
+        return self
 
 
 class MedusaConfig(Block):
@@ -70,6 +94,8 @@ class MedusaConfig(Block):
     projection: Literal["shared", "low_rank", "own"] = "shared"
     rank: Positive = 64  # of low_rank
     draft_vocab: Positive | None = None  # rows of the head that drafts may use; None: all
+    # the heads also read the root's embedding (as Hydra's do); no other engine reads such heads
+    reads_root: bool = False
 
 
 class ObjectiveConfig(Block):
@@ -116,6 +142,9 @@ class TrainConfig(Block):
     rows_per_micro_batch: Positive = 4  # packed rows of one forward; the rest is accumulation
     precision: Literal["bf16", "fp32"] = "bf16"
     chunk: Positive = 256  # groups projected to the vocabulary at once
+    feature_cache: bool = (
+        False  # keep the target's states on disk; epochs after the first read them
+    )
     log_every: Positive = 10
     eval_every: Positive = 200
     save_every: Positive = 200

@@ -1,8 +1,6 @@
 """From a recipe and its rows to everything that the training loop holds."""
 
-import hashlib
 import sys
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +12,7 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from draftsmith.data.dataset import Document, PackedRows, split_held_out, training_documents
+from draftsmith.data.features import FeatureCache
 from draftsmith.data.rows import read_manifest
 from draftsmith.data.vocab import most_frequent
 from draftsmith.drafters.medusa import MedusaHeads
@@ -62,8 +61,9 @@ class Training:
     held_out: list[Document]
     journal: Journal
     meter: Meter
+    features: FeatureCache | None = None  # None: the target computes its states in every step
     step: int = 0
-    seconds: float = 0.0  # spent in steps
+    seconds: float = 0.0  # spent in steps, and on the feature cache before them
     supervised: int = 0  # tokens learned from, up to the last log line
     grad_norm: float = 0.0  # before clipping, of the last step that was not skipped
     parameters: dict[str, nn.Parameter] = field(init=False)
@@ -88,6 +88,12 @@ class Training:
         if self.planned[0] != epoch:
             self.planned = (epoch, self.plan(epoch))
         return self.planned[1][index]
+
+    def states(self, rows: Sequence[int], batch: Batch) -> TargetStates:
+        """The target's states of the batch of these rows: computed, or read from the cache."""
+        if self.features is None:
+            return self.target.states(batch)
+        return self.features.states(rows)
 
 
 def prepare(recipe: Recipe, run: Path) -> Training:
@@ -197,11 +203,3 @@ def adamw(parameters: dict[str, nn.Parameter], config: OptimConfig) -> torch.opt
         betas=config.betas,
         fused=True,  # in one pass; on CPU and CUDA repeatable bit for bit
     )
-
-
-def fingerprint(documents: Sequence[Document]) -> str:
-    """Digest of what is trained on: ids and their supervision, in order."""
-    digest = hashlib.sha256()
-    for document in documents:
-        digest.update(array("q", document.ids).tobytes() + bytes(document.supervised) + b";")
-    return digest.hexdigest()

@@ -1,53 +1,27 @@
+"""Distilling: the target's own answers, the same ones however often it was stopped."""
+
 import json
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from draftsmith.data.dataset import training_documents
 from draftsmith.data.distill import distil, make_requests, manifest, plan, sampling_of
-from draftsmith.data.generate import Answer, Request, answer, inverse, until_end
 from draftsmith.data.prompts import Prompt, load_prompts
-from draftsmith.data.rows import RowFile, agree_on_manifest, lacks_rows, read_rows
-from draftsmith.drafters.sampler import Sampling
+from draftsmith.data.rows import read_rows
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import DataConfig, DistilConfig
-from tests.tiny import CHATML, EOS, tiny_target
+from tests.data.asking import ENDS, MIXED, make_config, make_prompts
+from tests.tiny import CHATML, tiny_target
 
-ENDS = (EOS, *range(20, 288, 9))  # many end tokens, so that random answers end at different times
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def make_prompts(count: int) -> list[Prompt]:
-    numbers = random.Random(0)
-    texts = ["".join(numbers.choices("abcdefgh ", k=numbers.randint(1, 30))) for _ in range(count)]
-    return [
-        Prompt(f"k{i}", "c", ({"role": "user", "content": f"{i} {text}"},))
-        for i, text in enumerate(texts)
-    ]
-
-
-def make_config(**knobs: Any) -> DataConfig:
-    return DataConfig(distil=DistilConfig(**{"max_new_tokens": 20, "batch_size": 8} | knobs))
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return tiny_target(eos=ENDS)
-
-
-MIXED = {"temperature": 1.0, "greedy_share": 0.5, "top_p": 0.95, "top_k": 50}
 
 
 @torch.no_grad()
@@ -93,6 +67,15 @@ def test_rows_hold_what_training_needs(target: Target, tmp_path: Path) -> None:
         )
 
 
+def test_tools_are_part_of_what_is_asked(tmp_path: Path) -> None:
+    teller = tiny_target(eos=ENDS, template="{{ tools | tojson }}" + CHATML)
+    prompts = [replace(prompt, tools=({"name": prompt.key},)) for prompt in make_prompts(2)]
+    distil(teller, prompts, make_config(), tmp_path, seed=0)
+    for row in read_rows(tmp_path):
+        assert row["tools"] == [{"name": row["key"]}]
+        assert teller.tokenizer.decode(row["prompt_ids"]).startswith(json.dumps(row["tools"]))
+
+
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
 def test_sampled_answers_do_not_depend_on_batch_mates(
     target: Target, tmp_path: Path, batch_size: int
@@ -103,75 +86,6 @@ def test_sampled_answers_do_not_depend_on_batch_mates(
     assert read_rows(tmp_path / "a") == read_rows(tmp_path / "b")
     distil(target, make_prompts(12), make_config(**MIXED), tmp_path / "c", seed=1)
     assert read_rows(tmp_path / "a") != read_rows(tmp_path / "c")
-
-
-def test_progress_moves_and_stays_inside_the_batch(target: Target) -> None:
-    requests, _ = make_requests(target, make_prompts(8), make_config(), 0)
-    seen: list[float] = []
-    answer(target, requests, 20, seen.append)
-    assert seen and seen == sorted(seen) and seen[0] > 0 and seen[-1] <= len(requests)
-
-
-def watch(monkeypatch: pytest.MonkeyPatch, target: Target) -> list[int]:
-    """The batch size of every step from now on."""
-    sizes: list[int] = []
-    step = target.step
-
-    def watched(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-        sizes.append(len(ids))
-        return step(ids, *rest)
-
-    monkeypatch.setattr(target, "step", watched)
-    return sizes
-
-
-def test_a_batch_ends_when_all_rows_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    everything_ends = tiny_target(eos=tuple(range(288)))
-    steps = watch(monkeypatch, everything_ends)
-    requests, _ = make_requests(everything_ends, make_prompts(3), make_config(), 0)
-    answers = answer(everything_ends, requests, 200, lambda done: None)
-    assert all(len(reply.ids) == 1 and reply.finish_reason == "stop" for reply in answers)
-    assert len(steps) <= 4
-
-
-def test_rows_that_ended_leave_the_batch(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = watch(monkeypatch, target)
-    requests, _ = make_requests(target, make_prompts(20), make_config(), 0)
-    answer(target, requests, 20, lambda done: None)
-    assert sizes == sorted(sizes, reverse=True) and sizes[0] == 20 and sizes[-1] < 15
-
-
-def test_until_end() -> None:
-    assert until_end([3, 4, 2, 9, 2], (2, 7)) == Answer([3, 4, 2], "stop")
-    assert until_end([3, 4], (2, 7)) == Answer([3, 4], "length")
-
-
-def test_the_inverse_draws_the_law() -> None:
-    law = torch.tensor([0.0, 0.125, 0.0, 0.5, 0.375, 0.0])
-    count = 8000
-    uniform = torch.arange(count, dtype=torch.float64) / count
-    drawn = inverse(law.expand(count, -1), uniform).bincount(minlength=6)
-    assert drawn.tolist() == [0, 1000, 0, 4000, 3000, 0]
-    almost_one = torch.tensor([1 - 2**-53], dtype=torch.float64)
-    assert inverse(law[None], almost_one).item() == 4  # never a token without mass
-    unnormalised = torch.full((1, 150_000), 1e-6)
-    assert inverse(unnormalised, almost_one).item() == 149_999
-
-
-def test_sampling_follows_the_target_law(target: Target) -> None:
-    """First tokens of many rows against softmax: only the key differs between the rows."""
-    ids = [5, 6, 7]
-    logits = target.model(input_ids=torch.tensor([ids])).logits[0, -1].detach()
-    law = (logits / 0.7).softmax(dim=-1)
-    sampling = Sampling(temperature=0.7)
-    config, seeds = make_config(temperature=0.7), range(3000)
-    requests, _ = make_requests(target, [make_prompts(1)[0]], config, 0)
-    assert requests[0].sampling == sampling
-    batch = [Request(str(i), ids, sampling, i) for i in seeds]
-    first = [reply.ids[0] for reply in answer(target, batch, 1, lambda done: None)]
-    share = torch.tensor(first).bincount(minlength=288) / len(first)
-    expected = 0.5 * (law * (1 - law) / len(first)).sqrt().sum() * 0.8  # of the total variation
-    assert 0.5 * (share - law).abs().sum() < 1.25 * expected
 
 
 def test_greedy_share_is_chosen_by_key() -> None:
@@ -254,7 +168,7 @@ KILLED = """
 import sys, time
 from pathlib import Path
 import torch
-from tests.data.test_distill import ENDS, MIXED, make_config, make_prompts
+from tests.data.asking import ENDS, MIXED, make_config, make_prompts
 from tests.tiny import tiny_target
 from draftsmith.data.distill import distil
 
@@ -316,169 +230,6 @@ def test_other_settings_are_refused_and_named(target: Target, tmp_path: Path) ->
     with pytest.raises(UserError, match=r"target.template was"):
         distil(other, make_prompts(4), make_config(), tmp_path, seed=0)
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
-
-
-def test_damaged_folders_are_refused(target: Target, tmp_path: Path) -> None:
-    prompts, config = make_prompts(3), make_config()
-    distil(target, prompts, config, tmp_path, seed=0)
-    path, rows = tmp_path / "manifest.json", tmp_path / "rows.jsonl"
-    good = path.read_text()
-    for bad in ("{", "{}", "[]", '{"prompts": 3}'):
-        path.write_text(bad)
-        with pytest.raises(UserError, match=r"manifest.json: is damaged"):
-            distil(target, prompts, config, tmp_path, seed=0)
-    path.unlink()
-    with pytest.raises(UserError, match=r"holds rows but no manifest.json"):
-        distil(target, prompts, config, tmp_path, seed=0)
-    path.write_text(good)
-    rows.write_text("nonsense\n" + rows.read_text())
-    with pytest.raises(UserError, match=r"rows.jsonl:1: the line is damaged"):
-        distil(target, prompts, config, tmp_path, seed=0)
-
-
-def full_row(**changes: Any) -> dict[str, Any]:
-    """A row as far as it is checked."""
-    row = {"key": "k", "category": "c", "prompt_ids": [1], "response_ids": [2, 3]}
-    return row | {"finish_reason": "stop", "temperature": 0.0} | changes
-
-
-NO_ROWS: dict[str, object] = {
-    "list": [1],
-    "nothing": {},
-    "key": full_row(key=3),
-    "category": full_row(category=None),
-    "ids": full_row(prompt_ids="12"),
-    "text id": full_row(response_ids=[1, "2"]),
-    "part id": full_row(response_ids=[1.0]),
-    "truth": full_row(response_ids=[True]),
-    "negative": full_row(prompt_ids=[-1]),
-    "finish": full_row(finish_reason=["stop"]),
-    "temperature": full_row(temperature="0.0"),
-}
-
-
-@pytest.mark.parametrize("last", [True, False], ids=["last", "first"])
-@pytest.mark.parametrize("row", NO_ROWS.values(), ids=NO_ROWS)
-def test_a_row_of_other_kinds_is_named_by_file_and_line(
-    tmp_path: Path, row: object, last: bool
-) -> None:
-    rows = [full_row(), row] if last else [row, full_row()]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    line = r"rows\.jsonl:2: " if last else r"rows\.jsonl:1: "
-    with pytest.raises(UserError, match=line + "the line is damaged .* `draftsmith data` again"):
-        read_rows(tmp_path)
-
-
-def test_a_row_that_is_nested_too_deep_is_damaged(tmp_path: Path) -> None:
-    text = "[" * 100_000 + "\n" + json.dumps(full_row()) + "\n"
-    (tmp_path / "rows.jsonl").write_text(text)
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: the line is damaged"):
-        read_rows(tmp_path)
-
-
-def test_rows_that_were_lost_are_counted_and_made_again(target: Target, tmp_path: Path) -> None:
-    prompts, config = make_prompts(10), make_config()
-    distil(target, prompts, config, tmp_path, seed=0)
-    path = tmp_path / "rows.jsonl"
-    lines = path.read_text("utf-8").splitlines(keepends=True)
-    assert not lacks_rows(tmp_path) and len(training_documents(tmp_path, config)[0]) == 10
-    path.write_text("".join(lines[:3] + lines[5:]), "utf-8")
-    assert lacks_rows(tmp_path)
-    with pytest.raises(UserError, match="2 of 10 rows are missing; run `draftsmith data` again"):
-        training_documents(tmp_path, config)
-    distil(target, prompts, config, tmp_path, seed=0)
-    assert sorted(path.read_text("utf-8").splitlines(keepends=True)) == sorted(lines)
-    assert not lacks_rows(tmp_path)
-
-
-def test_prompts_that_were_dropped_are_not_missing(target: Target, tmp_path: Path) -> None:
-    long = Prompt("long", "c", ({"role": "user", "content": "x" * 200},))
-    config = make_config().model_copy(update={"max_prompt_tokens": 150})
-    distil(target, [*make_prompts(3), long], config, tmp_path, seed=0)
-    assert len(training_documents(tmp_path, config)[0]) == 3 and not lacks_rows(tmp_path)
-
-
-def test_no_rows_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no distilled rows"):
-        read_rows(tmp_path)
-
-
-def test_ranks_share_the_work_without_waiting(target: Target, tmp_path: Path) -> None:
-    """The second rank runs alone and to its end: nothing here waits for the first."""
-    prompts, config = make_prompts(20), make_config()
-    distil(target, prompts, config, tmp_path / "one", seed=0)
-    for rank in (1, 0):
-        distil(target, prompts, config, tmp_path / "two", seed=0, shard=(rank, 2))
-    names = sorted(path.name for path in (tmp_path / "two").glob("*.jsonl"))
-    assert names == ["rows-0-of-2.jsonl", "rows-1-of-2.jsonl"]
-    assert read_rows(tmp_path / "two") == read_rows(tmp_path / "one")
-    # Another number of ranks goes on from what all of them wrote.
-    assert distil(target, prompts, config, tmp_path / "two", seed=0).made == 0
-
-
-def test_more_ranks_than_batches(target: Target, tmp_path: Path) -> None:
-    summary = distil(target, make_prompts(3), make_config(), tmp_path, seed=0, shard=(1, 2))
-    assert summary.rows == summary.made == 0
-
-
-@contextmanager
-def small_disk() -> Iterator[None]:
-    """Files may not grow beyond 3,000 bytes: writing fails half-way, as on a full disk.
-
-    Only around the call under test: the limit would also stop a log that pytest writes to.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_full_disk_leaves_whole_rows(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    rows = [{"key": str(i), "text": "x" * 900} for i in range(4)]
-    with RowFile(path) as file:
-        file.append(rows[:2])
-        before = path.read_bytes()
-        match = r"cannot be written .*; its 2 rows are kept"
-        with small_disk(), pytest.raises(UserError, match=match) as error:
-            file.append(rows[2:])
-        assert path.read_bytes() == before and "\n" not in str(error.value)
-
-
-def test_a_full_disk_stops_distilling_and_it_can_go_on(target: Target, tmp_path: Path) -> None:
-    prompts, config = make_prompts(20), make_config()
-    distil(target, prompts, config, tmp_path / "large", seed=0)
-    with small_disk(), pytest.raises(UserError, match="cannot be written"):
-        distil(target, prompts, config, tmp_path / "small", seed=0)
-    distil(target, prompts, config, tmp_path / "small", seed=0)
-    assert read_rows(tmp_path / "small") == read_rows(tmp_path / "large")
-
-
-def test_a_manifest_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written"):
-        agree_on_manifest(tmp_path / "file" / "rows", {"prompts": {"count": 1}})
-    with pytest.raises(UserError, match="cannot be written"):
-        RowFile(tmp_path / "file" / "rows" / "rows.jsonl")
-
-
-def test_one_process_writes_a_shard(tmp_path: Path) -> None:
-    with (
-        RowFile(tmp_path / "rows.jsonl"),
-        pytest.raises(UserError, match="another process is writing it"),
-    ):
-        RowFile(tmp_path / "rows.jsonl")
-    RowFile(tmp_path / "rows.jsonl").file.close()
-
-
-def test_any_text_survives_the_file(tmp_path: Path) -> None:
-    rows = [full_row(key="a\u2028\n", response="\x00\x85\ud800 é 漢")]
-    with RowFile(tmp_path / "rows.jsonl") as file:
-        file.append(rows)
-    assert read_rows(tmp_path) == rows
-    assert json.loads((tmp_path / "rows.jsonl").read_text("utf-8")) == rows[0]
 
 
 def test_prompts_that_cannot_be_asked_are_counted(target: Target, tmp_path: Path) -> None:

@@ -80,6 +80,24 @@ def test_a_tool_call_without_text_keeps_its_call(tmp_path: Path) -> None:
     assert prompt.messages[2]["role"] == "tool"
 
 
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"é": None}}}
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])], ids=["list", "text"])
+def test_the_tools_of_a_row_belong_to_its_prompt(tmp_path: Path, tools: object) -> None:
+    rows = [{"prompt": "a", "tools": tools}, {"prompt": "a"}, {"prompt": "a", "tools": None}]
+    found = load(write(tmp_path / "p.jsonl", [*rows, {"prompt": "a", "tools": []}]))
+    assert [prompt.tools for prompt in found.prompts] == [(TOOL,), ()]
+    assert found.dropped == {"duplicate": 2}
+    assert found.prompts[1].key == content_key([{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize("tools", ["look_up", "[" * 100_000, {"name": "x"}, ["look_up"], 3])
+def test_tools_of_another_kind_are_one_clear_line(tmp_path: Path, tools: object) -> None:
+    with pytest.raises(UserError, match=r"p\.jsonl:1: 'tools' must be a list of JSON objects"):
+        load(write(tmp_path / "p.jsonl", [{"prompt": "a", "tools": tools}]))
+
+
 UNUSABLE = {
     "system only": ([{"role": "system", "content": "Be kind."}], "no user turn at the end"),
     "nobody": ([], "no user turn at the end"),
@@ -109,6 +127,7 @@ NO_UNICODE = {
     "category": {"category": HALF, "prompt": "a"},
     "name": {"messages": [{**USER, "name": HALF}]},
     "part": {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]},
+    "tool": {"prompt": "a", "tools": [{"name": HALF}]},
     "tool call": {
         "messages": [{"role": "assistant", "content": "", "tool_calls": [{HALF: HALF}]}, USER]
     },
@@ -143,6 +162,20 @@ def test_duplicates_and_clashing_ids_are_counted(tmp_path: Path) -> None:
     found = load(write(tmp_path / "p.jsonl", rows))
     assert keys(found.prompts) == ["1"]
     assert found.dropped == {"duplicate": 1, "id of another prompt": 1}
+
+
+def test_several_answers_are_copies_of_a_prompt_under_keys_of_their_own(tmp_path: Path) -> None:
+    source = write(tmp_path / "p.jsonl", [{"id": i, "prompt": f"say {i}"} for i in range(4)])
+    hot = {"temperature": 1.0}
+    found = load(source, limit=3, answers=2, distil=hot).prompts
+    assert len({prompt.key for prompt in found}) == 6
+    assert len({prompt.messages[0]["content"] for prompt in found}) == 3
+    assert keys(found)[:3] == keys(load(source, limit=3).prompts)  # the first ones are themselves
+    with pytest.raises(ValueError, match="equal at temperature 0"):
+        DataConfig(answers=2)
+    rows = [{"id": "a", "prompt": "x"}, {"id": "a (answer 2)", "prompt": "y"}]
+    with pytest.raises(UserError, match="needed for another answer"):
+        load(write(tmp_path / "q.jsonl", rows), answers=2, distil=hot)
 
 
 def test_limit_draws_the_same_prompts_in_any_order_and_grows_by_addition(tmp_path: Path) -> None:

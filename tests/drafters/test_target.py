@@ -183,7 +183,7 @@ def test_crop_refuses_what_is_not_there():
 
 def test_state_of_an_unknown_kind_is_refused():
     target = tiny_target()
-    target.layer_types = {"full_attention", "compressed_sparse_attention"}
+    target.layer_types = {"compressed_sparse_attention"}
     with pytest.raises(UserError, match="has compressed_sparse_attention layers"):
         target.new_cache()
 
@@ -221,7 +221,7 @@ def test_describe_agrees_with_the_loaded_model(tmp_path):
         loaded.layers,
     )
     assert shape.parameters == sum(p.numel() for p in target.model.parameters())
-    assert shape.tied and shape.template == target.tokenizer.chat_template
+    assert shape.template == target.tokenizer.chat_template
     assert torch.equal(loaded.head_weight, target.head_weight)
     assert not any(p.requires_grad for p in loaded.model.parameters())
 

@@ -1,10 +1,14 @@
 """A toy language, a target for it, and a run's folder: x[t+1] = x[t] + 1 among 16 tokens."""
 
+import hashlib
 import json
 import random
 
+import torch
+
 from draftsmith.drafters.target import make_fingerprint
 from draftsmith.recipes.schema import Recipe, TargetConfig
+from draftsmith.train.checkpoint import latest
 from tests.tiny import tiny_model, tiny_tokenizer
 
 FIRST, WORDS = 16, 16  # the ids of the language
@@ -76,3 +80,16 @@ def read_log(run, kind="train"):
     """Records of log.jsonl of one kind."""
     lines = (run / "log.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def weights(run):
+    """The trained weights of the newest checkpoint."""
+    return latest(run / "checkpoints").trainables
+
+
+def digest(values):
+    """One text for the bits of many tensors."""
+    total = hashlib.sha256()
+    for value in values:
+        total.update(value.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()

@@ -12,7 +12,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.train import progress
 from draftsmith.train.progress import Journal, Meter, numbers
 from draftsmith.train.trainer import train
-from tests.train.counting import counting_row, read_log, recipe_for, save_rows, save_target
+from tests.train.counting import counting_row, read_log, recipe_for, save_rows
 
 
 def record(step, **values):
@@ -82,11 +82,6 @@ def test_numbers_are_named_by_slot_and_category():
 @pytest.fixture
 def run(target, tmp_path):
     return save_rows(tmp_path / "run", [counting_row(number) for number in range(24)], target)
-
-
-@pytest.fixture
-def target(tmp_path):
-    return save_target(tmp_path / "target")
 
 
 def test_wandb_offline_and_tensorboard_get_every_number(target, run, monkeypatch):

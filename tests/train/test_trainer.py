@@ -1,73 +1,28 @@
-"""Training through its entry: it learns, it resumes bit for bit, and it counts as it says."""
+"""Training through its entry: it learns, and it counts as it says."""
 
-import hashlib
-import json
 import os
-import random
 import subprocess
 import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from draftsmith.drafters.checkpoint import load_drafter
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.errors import UserError
-from draftsmith.train import checkpoint, trainer
+from draftsmith.train import trainer
 from draftsmith.train.checkpoint import latest
-from draftsmith.train.resume import compare, identity
-from draftsmith.train.rng import rng_state
-from draftsmith.train.setup import adamw, prepare
+from draftsmith.train.setup import prepare
 from draftsmith.train.trainer import take_step, train
-from tests.train.counting import counting_row, read_log, recipe_for, save_rows, save_target
-
-TIMED = ("seconds", "tokens_per_second")
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return save_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture
-def run(target, tmp_path):
-    return save_rows(tmp_path / "run", [counting_row(number) for number in range(48)], target)
-
-
-def weights(run):
-    return latest(run / "checkpoints").trainables
-
-
-def untimed(run, kind="train"):
-    return [{k: v for k, v in r.items() if k not in TIMED} for r in read_log(run, kind)]
-
-
-def digest(values):
-    total = hashlib.sha256()
-    for value in values:
-        total.update(value.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()
-
-
-def assert_same_run(one, other):
-    """Weights, moments, counters, random states, drafter and log, bit for bit."""
-    left, right = (latest(run / "checkpoints") for run in (one, other))
-    assert left.step == right.step
-    for have, want in ((left.trainables, right.trainables), (left.optimizer, right.optimizer)):
-        assert have.keys() == want.keys() and have
-        assert all(checkpoint.same_bits(have[name], want[name]) for name in have)
-    for name in ("rng", "meter", "supervised", "grad_norm", "epoch", "step_in_epoch"):
-        assert left.state[name] == right.state[name]
-    name = "medusa_lm_head.safetensors"
-    assert (one / "drafter" / name).read_bytes() == (other / "drafter" / name).read_bytes()
-    for kind in ("train", "held_out"):
-        assert untimed(one, kind) == untimed(other, kind)
-
-
-# --- it learns -----------------------------------------------------------------------------------
+from tests.train.counting import (
+    counting_row,
+    digest,
+    read_log,
+    recipe_for,
+    save_rows,
+    save_target,
+    weights,
+)
 
 
 def test_medusa_learns_to_count(tmp_path):
@@ -112,12 +67,6 @@ def test_bf16_compute_keeps_fp32_weights_that_move_less_than_bf16_can(target, ru
     assert torch.equal(after.bfloat16()[0], start.bfloat16())
 
 
-def test_bf16_trainables_are_refused():
-    norm = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    with pytest.raises(AssertionError, match="must be fp32"):
-        adamw({"norm": norm}, recipe_for("x").optim)
-
-
 def test_the_target_is_untouched_and_the_optimizer_holds_the_drafter_alone(target, run):
     t = prepare(recipe_for(target), run)
     frozen = [*t.target.model.parameters(), *t.target.model.buffers()]
@@ -137,9 +86,6 @@ def test_the_schedule_and_the_clip_are_applied(target, run):
     train(recipe, run)
     rates = [record["lr"] for record in read_log(run)]
     assert rates[:4] == [0.125, 0.25, 0.375, 0.5] and 0 < rates[-1] < 0.05
-
-
-# --- what a step adds up -------------------------------------------------------------------------
 
 
 def gradients(target, run, monkeypatch, **knobs):
@@ -202,201 +148,6 @@ def test_counters_cover_every_step_once(target, run):
     assert all(record["tokens_per_second"] > 0 for record in log)
 
 
-# --- stop and resume -----------------------------------------------------------------------------
-
-# How one run of 15 steps is killed, again and again: a call, and its number in the process. It
-# saves at every 3rd step, logs at every 2nd, evaluates at every 4th.
-DEATHS = [
-    ("draftsmith.train.trainer", "take_step", 2),
-    ("draftsmith.train.checkpoint", "save_file", 2),
-    ("draftsmith.train.checkpoint", "place", 1),
-    ("os", "rename", 1),
-    ("draftsmith.train.checkpoint", "sync", 4),  # the first after the rename: step 3 is kept
-    ("draftsmith.train.trainer", "evaluate", 1),
-    ("draftsmith.train.trainer", "log_step", 1),
-    ("draftsmith.train.trainer", "backward", 6),  # in the middle of step 6
-    ("draftsmith.train.checkpoint", "write_json", 1),
-    ("shutil", "rmtree", 4),  # steps 6 and 9 are kept, step 3 is not yet removed
-    ("draftsmith.train.trainer", "finish", 1),  # all is done but the drafter
-]
-
-
-def in_children(folder, jobs):
-    """Run the jobs; which were killed."""
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("killer.py")), str(folder / "jobs.json")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return [line == "True" for line in done.stdout.splitlines() if line in ("True", "False")]
-
-
-def test_killed_anywhere_the_resumed_run_ends_as_the_undisturbed_one(target, tmp_path):
-    knobs = {"save_every": 3, "eval_every": 4, "log_every": 2, "rows_per_step": 2}
-    recipe = recipe_for(
-        target,
-        train={**knobs, "rows_per_micro_batch": 1},
-        drafter={"projection": "low_rank", "rank": 4},
-    )
-    rows = [counting_row(number) for number in range(48)]
-
-    def job(name, **death):
-        run = save_rows(tmp_path / name, rows, target)
-        return {"recipe": recipe.model_dump(mode="json"), "run": str(run), **death}
-
-    jobs = [job("whole")]
-    jobs += [job("calls", call=death) for death in DEATHS] + [job("calls")]
-    # Twice at no chosen moment, the second time a run that was resumed already.
-    clock = random.Random()
-    jobs += [job("clock", seconds=clock.uniform(0.05, 0.8)) for _ in range(2)] + [job("clock")]
-    killed = in_children(tmp_path, jobs)
-    assert killed[: len(DEATHS) + 2] == [False] + [True] * len(DEATHS) + [False]
-    for name in ("calls", "clock"):
-        assert_same_run(tmp_path / name, tmp_path / "whole")
-        steps = [record["step"] for record in read_log(tmp_path / name)]
-        assert steps == sorted(set(steps)) and steps[-1] == 15
-    assert latest(tmp_path / "whole" / "checkpoints").state["epoch"] == 3
-
-
-class Stop(Exception):
-    pass
-
-
-def stop_after(monkeypatch, steps):
-    """Let training raise after so many steps of this process."""
-    real, count = trainer.take_step, 0
-
-    def step(t):
-        nonlocal count
-        if count == steps:
-            raise Stop
-        count += 1
-        real(t)
-
-    monkeypatch.setattr(trainer, "take_step", step)
-
-
-@pytest.fixture
-def stopped(target, run, monkeypatch):
-    """A run with checkpoints at steps 4 and 6, stopped after step 7."""
-    recipe = recipe_for(target, train={"save_every": 2})
-    with monkeypatch.context() as patch:
-        stop_after(patch, 7)
-        with pytest.raises(Stop):
-            train(recipe, run)
-    return recipe
-
-
-def test_a_corrupted_newest_checkpoint_costs_two_steps_and_changes_nothing(
-    stopped, target, run, tmp_path, caplog
-):
-    whole = save_rows(tmp_path / "whole", [counting_row(number) for number in range(48)], target)
-    train(stopped, whole)
-    path = run / "checkpoints" / "step-000006" / "optimizer.safetensors"
-    path.write_bytes(path.read_bytes()[:-8])
-    train(stopped, run)
-    assert "step-000006" in caplog.text
-    assert_same_run(run, whole)
-
-
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
-        ({"optim": {"lr": 2e-2}}, "optim.lr 0.01 -> 0.02"),
-        ({"seed": 1}, "seed 0 -> 1; the training rows"),  # others are held out
-        ({"train": {"epochs": 4}}, "train.epochs 3 -> 4"),
-        ({"drafter": {"heads": 2}}, "drafter.heads 3 -> 2"),
-        ({"objective": {"loss": "kl"}}, "objective.loss ce -> kl"),
-    ],
-)
-def test_another_recipe_cannot_resume(stopped, target, run, change, names):
-    blocks = dict(change)
-    knobs = {"save_every": 2, **blocks.pop("train", {})}
-    with pytest.raises(UserError, match=f"another recipe; changed: {names}; undo"):
-        train(recipe_for(target, train=knobs, **blocks), run)
-
-
-def test_other_rows_cannot_resume(stopped, target, run):
-    save_rows(run, [counting_row(number) for number in range(49)], target)
-    with pytest.raises(UserError, match="changed: the training rows"):
-        train(stopped, run)
-
-
-def test_other_weights_cannot_resume_and_older_checkpoints_name_none(stopped, run):
-    t = prepare(stopped, run)
-    was = identity(t)
-    del was["target"]["content"]
-    compare(was, identity(prepare(stopped, run)), t)
-    was["target"]["content"] = "another"
-    with pytest.raises(UserError, match=r"changed: the target .*'content': 'another'"):
-        compare(was, identity(prepare(stopped, run)), t)
-
-
-def test_harmless_knobs_may_change(stopped, target, run, tmp_path):
-    whole = save_rows(tmp_path / "whole", [counting_row(number) for number in range(48)], target)
-    train(stopped, whole)
-    knobs = {"save_every": 5, "eval_every": 3, "keep_checkpoints": 1, "log_every": 1}
-    data = {**stopped.data.model_dump(), "eval_prompts": "other.jsonl", "eval_split": "x"}
-    train(recipe_for(target, train=knobs, eval={"max_new_tokens": 7}, data=data), run)
-    assert digest(weights(run).values()) == digest(weights(whole).values())
-
-
-def test_another_micro_batch_may_resume_and_is_named(stopped, target, run, capsys):
-    train(recipe_for(target, train={"save_every": 2, "rows_per_micro_batch": 1}), run)
-    assert "warning: train.rows_per_micro_batch 2 -> 1" in capsys.readouterr().out
-
-
-def test_after_resume_all_is_fp32_and_draws_go_on(stopped, run):
-    t = prepare(stopped, run)
-    random.random(), np.random.rand(), torch.rand(1)  # whatever was drawn before
-    trainer.resume(t)
-    assert rng_state() == latest(run / "checkpoints").state["rng"][0]
-    held = [*t.parameters.values()]
-    held += [value for state in t.optimizer.state.values() for value in state.values()]
-    assert len(held) == 4 * len(t.parameters) and {value.dtype for value in held} == {torch.float32}
-    assert t.step == 6 and all(float(s["step"]) == 6 for s in t.optimizer.state.values())
-
-
-def test_a_finished_run_only_writes_its_drafter_again(target, run):
-    recipe = recipe_for(target, train={"epochs": 1})
-    folder = train(recipe, run)
-    before = (run / "log.jsonl").read_bytes(), load_file(folder / "medusa_lm_head.safetensors")
-    train(recipe, run)
-    assert (run / "log.jsonl").read_bytes() == before[0]
-    after = load_file(folder / "medusa_lm_head.safetensors")
-    assert all(torch.equal(after[name], before[1][name]) for name in after)
-
-
-def test_evaluation_does_not_disturb_training(target, run, tmp_path):
-    other = save_rows(tmp_path / "other", [counting_row(number) for number in range(48)], target)
-    train(recipe_for(target, train={"eval_every": 1}), run)
-    train(recipe_for(target), other)
-    assert digest(weights(run).values()) == digest(weights(other).values())
-    left, right = (latest(folder / "checkpoints").state["rng"] for folder in (run, other))
-    assert left == right
-
-
-# --- bad weather ---------------------------------------------------------------------------------
-
-
-def test_a_disk_that_fills_up_loses_nothing(stopped, run, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", full)
-        with pytest.raises(UserError, match=r"disk full.*nothing lost: last checkpoint at step 6"):
-            train(stopped, run)
-    names = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert names == ["step-000004", "step-000006"]
-    train(stopped, run)
-    assert read_log(run)[-1]["step"] == latest(run / "checkpoints").step
-
-
 def test_a_gradient_that_is_not_finite_stops_before_it_does_harm(target, run, monkeypatch):
     t = prepare(recipe_for(target), run)
     before = digest(t.parameters.values())
@@ -407,81 +158,6 @@ def test_a_gradient_that_is_not_finite_stops_before_it_does_harm(target, run, mo
     assert digest(t.parameters.values()) == before
 
 
-def test_no_rows_and_too_few_rows_say_so(target, tmp_path):
-    with pytest.raises(UserError, match="no distilled rows"):
-        train(recipe_for(target), tmp_path / "none")
-    run = save_rows(tmp_path / "run", [counting_row(number) for number in range(8)], target)
-    with pytest.raises(UserError, match=r"data\.held_out"):
-        train(recipe_for(target), run)
-    data = {"min_supervised_tokens": 99, "held_out": 1}
-    with pytest.raises(UserError, match="no row is left to train on"):
-        train(recipe_for(target, data=data), run)
-
-
-def test_rows_that_were_lost_say_so(target, run):
-    path = run / "rows" / "rows.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[2:]))
-    with pytest.raises(UserError, match="2 of 48 rows are missing; run `draftsmith data` again"):
-        train(recipe_for(target), run)
-
-
-@pytest.mark.parametrize("token", [32, 10**30])
-def test_a_token_that_the_target_does_not_have_says_so(target, tmp_path, token):
-    rows = [counting_row(number) for number in range(24)]
-    rows[3]["response_ids"][0] = token
-    run = save_rows(tmp_path / "run", rows, target)
-    with pytest.raises(UserError, match=f"'003' holds the token {token} and .* has 0 to 31"):
-        train(recipe_for(target), run)
-
-
-def test_rows_of_older_weights_in_the_same_folder_are_refused(tmp_path):
-    target = save_target(tmp_path / "target")
-    run = save_rows(tmp_path / "run", [counting_row(number) for number in range(48)], target)
-    save_target(target, seed=1)
-    with pytest.raises(UserError, match=r"the answers are another target's \(content "):
-        train(recipe_for(target), run)
-
-
-def test_rows_that_do_not_name_their_target_s_content_are_taken(target, run):
-    path = run / "rows" / "manifest.json"
-    made = json.loads(path.read_text())
-    del made["target"]["content"]
-    path.write_text(json.dumps(made))
-    train(recipe_for(target, train={"max_steps": 1}), run)
-
-
-@pytest.mark.parametrize(
-    ("key", "refused"), [("template", True), ("content", True), ("dtype", False)]
-)
-def test_rows_of_another_target_are_refused_and_another_precision_is_named(
-    target, run, capsys, key, refused
-):
-    recipe = recipe_for(target, train={"max_steps": 1})
-    made = json.loads((run / "rows" / "manifest.json").read_text())
-    made["target"][key] = "another"
-    (run / "rows" / "manifest.json").write_text(json.dumps(made))
-    if refused:
-        with pytest.raises(UserError, match="the answers are another target's"):
-            train(recipe, run)
-    else:
-        train(recipe, run)
-        assert "made in another precision (dtype another / float32" in capsys.readouterr().out
-
-
-def test_rows_that_nobody_answers_for_are_refused(target, run):
-    path = run / "rows" / "manifest.json"
-    good = json.loads(path.read_text())
-    changes = [{"target": 3}, {"target": []}, {"prompts": {"count": "48"}}, {"prompts": []}]
-    bads = [{**good, **change} for change in changes] + [{"target": good["target"]}]
-    for bad in ("{", "[" * 100_000, *map(json.dumps, bads)):
-        path.write_text(bad)
-        with pytest.raises(UserError, match=r"manifest.json: is damaged"):
-            train(recipe_for(target), run)
-    path.unlink()
-    with pytest.raises(UserError, match=r"holds no manifest.json, so nothing says whose answers"):
-        train(recipe_for(target), run)
-
-
 def test_the_start_says_what_is_trained(target, run, capsys):
     train(recipe_for(target, train={"max_steps": 1}), run)
     said = capsys.readouterr().out
@@ -489,8 +165,6 @@ def test_the_start_says_what_is_trained(target, run, capsys):
     assert "3,168 trainable parameters (drafter)" in said
     assert "frozen (target)" in said
 
-
-# --- several processes ---------------------------------------------------------------------------
 
 PROCESS = """
 import sys
@@ -527,10 +201,11 @@ def test_two_processes_equal_one(target, tmp_path):
     # is idle, and a step may have nothing to learn at all.
     rows = [counting_row(n, answer=1 if n % 3 == 0 else 28) for n in range(25)]
     jobs = []
-    for count in (3, 1):
+    for count, cache in ((3, False), (1, True)):
+        knobs = {"rows_per_step": count, "rows_per_micro_batch": 1, "feature_cache": cache}
         recipe = recipe_for(
             target,
-            train={"rows_per_step": count, "rows_per_micro_batch": 1, "eval_every": 9, "epochs": 2},
+            train={**knobs, "eval_every": 9, "epochs": 2},
             optim={"lr": 1e-3},
             data={"max_length": 32, "held_out": 3, "max_prompt_tokens": 16},
         )
