@@ -16,6 +16,7 @@ from draftsmith.drafters.cache_layers import (
     layer_like,
     state_rows,
 )
+from draftsmith.recipes.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -72,21 +73,29 @@ class TargetCache:
 
     def crop(self, lengths: list[int]) -> None:
         """Roll every row back to a length."""
-        assert not self.recurrent, "recurrent states are restored, not cropped"
+        if self.recurrent:
+            raise UserError(
+                "linear attention, Mamba and convolution layers have a state that cannot be "
+                "cropped; a draft model needs attention layers alone"
+            )
         pairs = list(zip(lengths, self.lengths, strict=True))
         if not all(0 <= new <= length for new, length in pairs):
             raise ValueError(f"cannot crop rows of {self.lengths} positions to {lengths}")
         self.extent.set(lengths)
 
-    def move(self, starts: list[int], path: Tensor) -> None:
-        """After a pass whose nodes lie behind `starts`: bring the nodes path[row] ([B, P]) to the
-        first P places there, in that order.
+    def keep(self, starts: list[int], path: Tensor, counts: list[int], *, moved: bool) -> None:
+        """After a pass whose nodes lie behind `starts`: keep the first counts[row] nodes of
+        path[row] ([B, P], padded with any node), in that order.
+
+        moved: whether a kept node lies elsewhere than in its place.
         """
-        start = torch.tensor(starts, device=path.device)[:, None]
-        rows = torch.arange(len(starts), device=path.device)[:, None]
-        to = start + torch.arange(path.shape[1], device=path.device)
-        for layer in self.buffered:
-            layer.gather(rows, start + path, to)
+        if moved:
+            start = torch.tensor(starts, device=path.device)[:, None]
+            rows = torch.arange(len(starts), device=path.device)[:, None]
+            to = start + torch.arange(path.shape[1], device=path.device)
+            for layer in self.buffered:
+                layer.gather(rows, start + path, to)
+        self.crop([start + count for start, count in zip(starts, counts, strict=True)])
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows of the batch (int64 [b], at least one)."""

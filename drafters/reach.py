@@ -73,21 +73,24 @@ def masks(
     positions: Tensor,
     starts: Tensor | int,
     longest: int,
+    *,
+    always: bool = False,
 ) -> dict[str, Tensor] | None:
     """By layer type, [R, 1, M, S] bool (True: visible), for M nodes at `positions` [R, M].
 
     starts: the lengths of the contexts [B, 1], or the one that all have; longest: of them. Column c
     below a row's start is its context's position c, the columns behind it are the nodes, and what
-    lies behind those is nobody's: S is longest + M. None: plainly causal,
-    or no attention.
+    lies behind those is nobody's: S is longest + M. None: plainly causal
+    (unless `always`), or no attention.
     """
     uniform = isinstance(starts, int)
-    if not reach or (uniform and nodes.visible is None):
+    if not reach or (uniform and nodes.visible is None and not always):
         return None
     length = longest + positions.shape[1]
     columns = torch.arange(length, device=positions.device)[None]
     node = columns - starts  # [1 or B, S]: below 0 in the context
-    seen = (tree_mask(nodes, longest) if uniform else ragged_mask(nodes, node, positions))[:, None]
+    cheap = uniform and nodes.visible is not None
+    seen = (tree_mask(nodes, longest) if cheap else ragged_mask(nodes, node, positions))[:, None]
     found = {one: seen for one in reach.values()}
     narrow = [one for one in found if not one.covers(length)]
     if narrow:

@@ -15,7 +15,8 @@ from draftsmith.drafters.proposal import Draw
 from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree
-from draftsmith.eval.decode import Decoded, Round, clock, decode
+from draftsmith.eval.decode import Decoded, clock, decode
+from draftsmith.eval.rows import Round
 from draftsmith.eval.rules import RULES
 from draftsmith.eval.summary import Trial
 from draftsmith.eval.verify import RuleSpec, point_mass

@@ -3,8 +3,8 @@ loop without drafts, and one prompt is a batch of one.
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -20,23 +20,9 @@ from draftsmith.drafters.slots import TargetStates
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree
 from draftsmith.eval.history import History, history_for
+from draftsmith.eval.rows import Ending, Round, Row, stop_strings
 from draftsmith.eval.verify import Laws, Rule, point_mass
 from draftsmith.recipes.errors import UserError
-
-
-@dataclass(frozen=True)
-class Round:
-    """One round of one row. Seconds are the whole batch's; `emitted` counts what reached the output
-    (EOS and the token limit cut it).
-    """
-
-    drafted: int
-    accepted: int
-    emitted: int
-    draft_s: float
-    verify_s: float
-    overhead_s: float  # replays of states that cannot be cropped included
-    passes: int = 1  # of the target: verification, and replays
 
 
 @dataclass(frozen=True)
@@ -52,6 +38,9 @@ class Decoded:
     finish: Literal["stop", "length"]
 
 
+Judge = Callable[[Sequence[Row], Tensor, Proposal | None], Laws]  # (rows, logits, drafts)
+
+
 @dataclass(frozen=True)
 class Loop:
     """What every round of a batch shares."""
@@ -65,6 +54,8 @@ class Loop:
     rule: Rule = point_mass
     draw: Draw = "point"
     history: History | None = None  # for a repetition penalty
+    rows: Sequence[Row] = ()  # who is in the batch
+    judge: Judge | None = None  # gives the laws in the place of `Laws`
 
 
 @dataclass(frozen=True)
@@ -91,38 +82,6 @@ class Played:
     verified: float  # when verification ended
 
 
-@dataclass
-class Row:
-    """An answer in the making."""
-
-    index: int  # among the prompts
-    prompt: list[int]
-    tokens: list[int] = field(default_factory=list)
-    rounds: list[Round] = field(default_factory=list)
-    finish: Literal["stop", "length"] | None = None
-    ended: float = 0.0  # when
-
-
-@dataclass(frozen=True)
-class Ending:
-    """Where an output ends: with an end token, or at the limit."""
-
-    eos_ids: tuple[int, ...]
-    limit: int
-
-    def take(self, row: Row, new: list[int]) -> int:
-        """Add to a row what of these tokens reaches the output; how many."""
-        for count, token in enumerate(new, start=1):
-            row.tokens.append(token)
-            if token in self.eos_ids:
-                row.finish = "stop"
-            elif len(row.tokens) == self.limit:
-                row.finish = "length"
-            if row.finish is not None:
-                return count
-        return len(new)
-
-
 def decode(
     target: Target,
     drafter: Drafter | None,
@@ -133,6 +92,7 @@ def decode(
     tree: Tree | None = None,
     seed: int = 0,
     eos_ids: tuple[int, ...] | None = None,
+    stops: Sequence[str] = (),
     rule: Rule = point_mass,
     draw: Draw = "point",
 ) -> Decoded:
@@ -146,12 +106,12 @@ def decode(
         tree=tree,
         seeds=[seed],
         eos_ids=eos_ids,
+        stops=stops,
         rule=rule,
         draw=draw,
     )[0]
 
 
-@torch.inference_mode()
 def decode_batch(
     target: Target,
     drafter: Drafter | None,
@@ -162,14 +122,16 @@ def decode_batch(
     seeds: Sequence[int],
     tree: Tree | None = None,
     eos_ids: tuple[int, ...] | None = None,
+    stops: Sequence[str] = (),
     rule: Rule = point_mass,
     draw: Draw = "point",
 ) -> list[Decoded]:
     """Answer prompts together; each answer is what it would be alone (up to rounding).
 
     tree: shapes the drafts (given with a drafter). seeds: one per prompt. EOS stays in the output.
-    eos_ids: the ids that end an answer; None: the target's own. draw: how the drafter is asked to
-    draw siblings; the rule must be for that.
+    eos_ids: the ids that end an answer; None: the target's own. stops: strings that end an answer
+    with the token that completes one. draw: how the drafter is asked to draw siblings; the rule
+    must be for that.
     """
     if not prompts or not all(prompts) or max_new_tokens < 1:
         raise UserError(
@@ -179,32 +141,46 @@ def decode_batch(
         raise UserError("give a drafter and the tree that shapes its drafts, or neither")
     if len(seeds) != len(prompts):
         raise UserError(f"give one seed per prompt: {len(prompts)}, not {len(seeds)}")
-    history = history_for(sampling, prompts, target.vocab_size, target.device)
-    coins = SeededCoins(seeds)
-    loop = Loop(target, drafter, tree, sampling, coins, target.new_cache(), rule, draw, history)
-    rows = [Row(index, prompt) for index, prompt in enumerate(prompts)]
-    stops = target.eos_ids if eos_ids is None else eos_ids
-    return decode_rows(loop, rows, Ending(stops, max_new_tokens))
+    loop = Loop(
+        target,
+        drafter,
+        tree,
+        sampling,
+        SeededCoins(seeds),
+        target.new_cache(),
+        rule,
+        draw,
+        history_for(sampling, prompts, target.vocab_size, target.device),
+        [Row(index, prompt) for index, prompt in enumerate(prompts)],
+    )
+    ends = target.eos_ids if eos_ids is None else eos_ids
+    return decode_rows(loop, Ending(ends, max_new_tokens, stop_strings(target, stops)))
 
 
-def decode_rows(loop: Loop, rows: Sequence[Row], ending: Ending) -> list[Decoded]:
-    """Complete these rows. Those that have ended leave the batch."""
-    target, live, playing = loop.target, list(rows), loop
+@torch.inference_mode()
+def decode_rows(
+    loop: Loop, ending: Ending, after: Callable[[], None] = lambda: None
+) -> list[Decoded]:
+    """Complete the loop's rows. Those that have ended leave the batch. `after` prefill and every
+    round, the caller may look at them.
+    """
+    target, rows, playing = loop.target, loop.rows, loop
     began = clock(target)
     ids, lengths = padded([row.prompt for row in rows], target.device)
     states = TargetStates(target.prefill(ids, lengths, loop.cache))
     root = first_token(loop, states, lengths)
     state = None if loop.drafter is None else loop.drafter.start(ids, lengths, states)
-    for row, token in zip(live, root.tolist(), strict=True):
+    for row, token in zip(rows, root.tolist(), strict=True):
         ending.take(row, [token])
+    after()
     prefilled = clock(target)
-    while stay := [i for i, row in enumerate(live) if row.finish is None]:
-        if len(stay) < len(live):
-            live = [live[i] for i in stay]
-            playing, state, root = narrow(loop, live, stay, state, root)
+    while stay := [i for i, row in enumerate(playing.rows) if row.finish is None]:
+        if len(stay) < len(playing.rows):
+            playing, state, root = narrow(playing, loop.coins, stay, state, root)
         played = play(playing, state, root)
         state, root = played.state, played.root
-        write_down(target, live, played, ending)
+        write_down(playing, played, ending)
+        after()
     return [answer_of(row, began, prefilled) for row in rows]
 
 
@@ -218,26 +194,33 @@ def answer_of(row: Row, began: float, prefilled: float) -> Decoded:
 def first_token(loop: Loop, states: TargetStates, lengths: Tensor) -> Tensor:
     """The token [B] that prefill gives: the first root."""
     rows = torch.arange(len(lengths), device=lengths.device)
-    logits = loop.target.logits(last_of(states.final, lengths))
-    laws = Laws(logits[:, None], loop.sampling, loop.history)
+    laws = laws_of(loop, loop.target.logits(last_of(states.final, lengths))[:, None], None)
     root = laws.token(rows, torch.zeros_like(rows), loop.coins)
     if loop.history is not None:
         loop.history.add(root)
     return root
 
 
+def laws_of(loop: Loop, logits: Tensor, proposal: Proposal | None) -> Laws:
+    """What the target says at the nodes, from its logits [B, M+1, V]."""
+    if loop.judge is not None:
+        return loop.judge(loop.rows, logits, proposal)
+    return Laws(logits, loop.sampling, loop.history, proposal)
+
+
 def narrow(
-    loop: Loop, live: Sequence[Row], stay: list[int], state: Any, root: Tensor
+    loop: Loop, coins: Coins, stay: list[int], state: Any, root: Tensor
 ) -> tuple[Loop, Any, Tensor]:
-    """Go on with the rows that stay, each with the random numbers that it has had."""
+    """Go on with the rows that stay, each with its own of the whole batch's coins."""
     index = torch.tensor(stay, device=root.device)
     loop.cache.select(index)
     if loop.history is not None:
         loop.history.select(index)
     if loop.drafter is not None:
         state = loop.drafter.select(state, index)
-    seats = torch.tensor([row.index for row in live], device=root.device)
-    return replace(loop, coins=SeatedCoins(loop.coins, seats)), state, root[index]
+    rows = [loop.rows[i] for i in stay]
+    seats = torch.tensor([row.index for row in rows], device=root.device)
+    return replace(loop, rows=rows, coins=SeatedCoins(coins, seats)), state, root[index]
 
 
 def play(loop: Loop, state: Any, root: Tensor) -> Played:
@@ -252,7 +235,7 @@ def play(loop: Loop, state: Any, root: Tensor) -> Played:
     ids = torch.cat([root[:, None], proposal.tokens], dim=1)
     before = cache.mark(states=ids.shape[1] > 1)
     hidden = target.step(ids, cache, nodes)
-    laws = Laws(target.logits(hidden), loop.sampling, loop.history, proposal)
+    laws = laws_of(loop, target.logits(hidden), proposal)
     verified = clock(target)
     verdict = loop.rule(laws, proposal, loop.coins)
     if loop.history is not None:
@@ -293,14 +276,16 @@ def read(proposal: Proposal, verdict: Verdict) -> Committed:
     return Committed(tokens, counts, drafted, moved)
 
 
-def write_down(target: Target, live: Sequence[Row], played: Played, ending: Ending) -> None:
+def write_down(loop: Loop, played: Played, ending: Ending) -> None:
     """What a round gave to every row."""
     committed = played.committed
-    emitted = [ending.take(row, tokens) for row, tokens in zip(live, committed.tokens, strict=True)]
-    now = clock(target)
+    emitted = [
+        ending.take(row, tokens) for row, tokens in zip(loop.rows, committed.tokens, strict=True)
+    ]
+    now = clock(loop.target)
     seconds = played.draft_s, played.verify_s, now - played.verified
     counts = zip(committed.drafted, committed.counts, emitted, strict=True)
-    for row, numbers in zip(live, counts, strict=True):
+    for row, numbers in zip(loop.rows, counts, strict=True):
         row.rounds.append(Round(*numbers, *seconds, played.passes))
         row.ended = now
 

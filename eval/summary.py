@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.eval.decode import Decoded, Round
+from draftsmith.eval.decode import Decoded
+from draftsmith.eval.rows import Round
 
 
 @dataclass(frozen=True)

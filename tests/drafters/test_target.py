@@ -183,7 +183,7 @@ def test_crop_refuses_what_is_not_there():
 
 def test_state_of_an_unknown_kind_is_refused():
     target = tiny_target()
-    target.layer_types = {"full_attention", "compressed_sparse_attention"}
+    target.layer_types = {"compressed_sparse_attention"}
     with pytest.raises(UserError, match="has compressed_sparse_attention layers"):
         target.new_cache()
 

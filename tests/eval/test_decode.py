@@ -156,6 +156,63 @@ def test_every_token_as_eos_stops_where_plain_decoding_stops():
     target.eos_ids = ()
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_an_end_is_exact_wherever_it_falls(batch, depth):
+    """Over end tokens, limits, block lengths and batch sizes; some ends lie inside blocks."""
+    target = tiny_target(40, seed=3, spread=0.15, eos=())
+    drafter = noisy_drafter(target, heads=4, seed=3)
+    prompts, inside = PROMPTS[:batch], 0
+    whole = [
+        decode(target, None, prompt, sampling=Sampling(), max_new_tokens=20).tokens
+        for prompt in prompts
+    ]
+    ends = [
+        (),
+        *((token, other) for token, other in zip(whole[0][1::4], whole[-1][::4], strict=True)),
+    ]
+    for eos in ends:
+        for limit in (1, 2, 5, 20):
+            options = dict(sampling=Sampling(), max_new_tokens=limit, eos_ids=eos)
+            out = decode_batch(
+                target, drafter, prompts, tree=chain(depth), seeds=range(batch), **options
+            )
+            for answer, tokens in zip(out, whole, strict=True):
+                first = next((i + 1 for i, t in enumerate(tokens) if t in eos), limit)
+                want = tokens[: min(first, limit)]
+                assert answer.tokens == want
+                assert answer.finish == ("stop" if want[-1] in eos else "length")
+                assert sum(r.emitted for r in answer.rounds) == len(want) - 1
+                inside += sum(r.emitted <= r.accepted for r in answer.rounds)
+    assert inside > 0
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_stop_strings_end_where_generate_ends(tree):
+    target = tiny_target(100, seed=1, spread=0.15, eos=())  # tokens from 11 on: one letter each
+    prompt = [40, 41, 42]
+    options = dict(sampling=Sampling(), max_new_tokens=24)
+    whole = decode(target, None, prompt, **options).tokens
+    text = "".join(target.tokenizer.convert_ids_to_tokens(whole))
+    drafter, ids = noisy_drafter(target, seed=1), torch.tensor([prompt])
+    begun = target.tokenizer.decode([*prompt[-1:], *whole[:2]])  # begins in the prompt
+    for strings in (
+        [begun],
+        *([target.tokenizer.decode(whole[i : i + 3]), "~~"] for i in (3, 8, 14)),
+    ):
+        want = target.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            stop_strings=strings,
+            tokenizer=target.tokenizer,
+            max_new_tokens=24,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        out = decode(target, drafter, prompt, tree=tree, stops=strings, **options)
+        assert out.tokens == want[0, 3:].tolist() and out.finish == "stop", text
+
+
 def test_a_reduced_draft_vocabulary_drafts_only_its_ids():
     target = tiny_target(40, eos=())
     ids = torch.tensor([3, 7, 20, 21, 30])
@@ -221,6 +278,8 @@ def test_bad_calls_are_one_clear_line():
     target = tiny_target(40)
     with pytest.raises(UserError, match="at least one token"):
         decode(target, None, [], sampling=Sampling(), max_new_tokens=4)
+    with pytest.raises(UserError, match="none may be empty"):
+        decode(target, None, PROMPT, sampling=Sampling(), max_new_tokens=4, stops=[""])
     with pytest.raises(UserError, match="one seed per prompt"):
         decode_batch(target, None, PROMPTS, seeds=[0], sampling=Sampling(), max_new_tokens=4)
     with pytest.raises(UserError, match="or neither"):
