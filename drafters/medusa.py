@@ -51,6 +51,7 @@ class MedusaHeads(nn.Module):
     """K residual heads; `depth` is K."""
 
     native_file = "medusa_lm_head.safetensors"
+    draws: tuple[Draw, ...] = ()
     rows: Tensor  # [Vq, D], the target's head rows that drafts may use
     draft_ids: Tensor | None  # [Vq] their target ids; None: all
     embedding: Tensor  # [V, D], the target's; held where heads read the root
@@ -72,7 +73,6 @@ class MedusaHeads(nn.Module):
         )
         self.register_buffer("rows", rows.detach(), persistent=False)  # [Vq, D]
         self.width = rows.shape[0]
-        self.draws: tuple[Draw, ...] = ()
         self.register_buffer("draft_ids", draft_ids, persistent=False)  # [Vq] or None
         self.down: nn.Parameter | None = None  # [K, R, D]
         self.own: nn.Parameter | None = None  # [K, Vq, R or D]

@@ -70,8 +70,9 @@ def states(net: Any, batch: Batch) -> Tensor:
     """Final states [B, T, D] of packed rows, differentiable; documents are kept apart by their
     positions.
     """
-    trained = next(value for value in net.parameters() if value.requires_grad)
-    embedded = net.get_input_embeddings()(batch.ids).to(trained.dtype)
+    embedding = net.get_input_embeddings()
+    other = next(v for v in net.get_decoder().parameters() if v is not embedding.weight)
+    embedded = embedding(batch.ids).to(other.dtype)
     output = net.get_decoder()(
         inputs_embeds=embedded, position_ids=batch.positions, use_cache=False
     )

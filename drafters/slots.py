@@ -27,11 +27,9 @@ class Batch:
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device."""
         parts = (self.ids, self.positions, self.documents, self.supervised)
-        ids, positions, documents, supervised = (
-            part.to(device, non_blocking=True) for part in parts
-        )
         known = None if self.known is None else self.known.to(device, non_blocking=True)
-        return Batch(ids, positions, documents, supervised, known)
+        moved = [part.to(device, non_blocking=True) for part in parts]
+        return Batch(moved[0], moved[1], moved[2], moved[3], known)
 
 
 @dataclass(frozen=True)

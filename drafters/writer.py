@@ -106,10 +106,8 @@ class Writer:
         ]
         path, counts = padded(kept, self.model.device)[0], [len(row) for row in kept]
         moved = any(row != list(range(len(row))) for row in kept)
-        if moved:
-            page.cache.move(page.known, path)
+        page.cache.keep(page.known, path, counts, moved=moved)
         lengths = [known + count for known, count in zip(page.known, counts, strict=True)]
-        page.cache.crop(lengths)
         return Page(page.cache, lengths)
 
     def select(self, page: Page, rows: Tensor) -> Page:

@@ -67,7 +67,8 @@ def typical(
 
 def threshold(p: Tensor, epsilon: float, delta: float) -> Tensor:
     """min(epsilon, delta exp(-H)) of laws p [n, V]: [n]."""
-    return (delta * (-torch.special.entr(p).sum(dim=1)).exp()).clamp(max=epsilon)
+    entropy: Tensor = torch.special.entr(p).sum(dim=1)
+    return (delta * (-entropy).exp()).clamp(max=epsilon)
 
 
 def path_to(proposal: Proposal, node: Tensor, length: Tensor) -> Tensor:

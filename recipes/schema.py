@@ -314,4 +314,8 @@ class Recipe(Block):
     @classmethod
     def default_kind(cls, given: object) -> object:
         """A drafter that does not say its kind is Medusa's."""
-        return {"kind": "medusa", **given} if isinstance(given, dict) else given
+        if not isinstance(given, dict):
+            return given
+        # What passes here is Python's and no longer JSON's: strictly, a list is no tuple there.
+        listed = {key: tuple(one) if isinstance(one, list) else one for key, one in given.items()}
+        return {"kind": "medusa", **listed}
