@@ -112,7 +112,7 @@ def test_after_any_accepted_path_drafts_are_those_of_a_fresh_cache(tree, paths):
 
 
 def compare_caches(cache, row, other, length):
-    for mine, theirs in zip(cache.layers, other.layers, strict=True):
+    for mine, theirs in zip(cache.buffered, other.buffered, strict=True):
         for a, b in zip(mine.buffers, theirs.buffers, strict=True):
             torch.testing.assert_close(a[row, :, :length], b[0, :, :length], rtol=1e-4, atol=1e-5)
 
