@@ -1,20 +1,26 @@
-"""The command line: `draftsmith run|data|train|eval RECIPE [KEY=VALUE ...] [--dry-run]`."""
+"""The command line: `draftsmith run|data|train|eval RECIPE [KEY=VALUE ...] [--dry-run]`.
 
+`eval` also takes the folders of drafters, or of their runs: `draftsmith eval FOLDER [FOLDER ...]`.
+"""
+
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from draftsmith.data.runner import Program, Work, distil, run_recipe
-from draftsmith.recipes.entry import Arguments, guard
+from draftsmith.recipes.entry import Arguments, guard, open_run
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import user_path
+from draftsmith.recipes.load import shipped_recipes
 from draftsmith.recipes.schema import Recipe
 
 COMMANDS = {
     "run": "all stages; what is finished is skipped",
     "data": "let the target answer the prompts",
     "train": "train the drafter on the answers",
-    "eval": "decode, measure, report; takes a recipe or a drafter's folder",
+    "eval": "decode, measure, report; takes a recipe, or folders of drafters",
 }
 
 
@@ -28,10 +34,28 @@ def command(argv: Sequence[str]) -> None:
     """Do what the command line says."""
     program = Program("draftsmith", COMMANDS, WORK)
     arguments = program.parse(argv)
+    more: list[str] = []
+    if arguments.command == "eval":
+        arguments, more = with_drafters(arguments)
     if arguments.command == "eval" and user_path(arguments.recipe).is_dir():
-        evaluate_folder(arguments)
+        evaluate_folder(arguments, argv, compared=bool(more))
     else:
         run_recipe(program, arguments, argv)
+
+
+def with_drafters(arguments: Arguments) -> tuple[Arguments, list[str]]:
+    """Words that set no knob name further drafters: `eval.drafters`. A folder or recipe says under
+    which conditions, wherever it stands.
+    """
+    words = [word for word in arguments.overrides if "=" not in word]
+    knobs = tuple(word for word in arguments.overrides if "=" in word)
+    if not words:
+        return arguments, words
+    first, *more = [arguments.recipe, *words]
+    if not user_path(first).exists() and first not in shipped_recipes():  # a kind, no conditions
+        first, more = more[0], [first, *more[1:]]
+    listed = f"eval.drafters={json.dumps(more)}"
+    return replace(arguments, recipe=first, overrides=(*knobs, listed)), more
 
 
 def train_drafter(recipe: Recipe, run: Path) -> None:
@@ -56,16 +80,24 @@ def measure(recipe: Recipe, run: Path) -> None:
 WORK: dict[str, Work] = {"data": distil, "train": train_drafter, "eval": measure}
 
 
-def evaluate_folder(arguments: Arguments) -> None:
-    """Measure a drafter from its folder alone; overrides change the recipe that it carries."""
+def evaluate_folder(arguments: Arguments, argv: Sequence[str], *, compared: bool) -> None:
+    """Measure a drafter from its folder alone, or a run's; overrides change the recipe that it
+    carries. compared: with other drafters, which gives the report a run's folder of its own.
+    """
     if arguments.dry_run:
         raise UserError("--dry-run plans a recipe; a drafter's folder has nothing left to plan")
     from draftsmith.drafters.checkpoint import read_metadata
     from draftsmith.eval.stage import evaluate_checkpoint, stored_recipe
+    from draftsmith.eval.subjects import drafter_folder
 
-    folder = user_path(arguments.recipe)
-    recipe = stored_recipe(read_metadata(folder), folder, arguments.overrides)
-    evaluate_checkpoint(folder, recipe)
+    folder = drafter_folder(user_path(arguments.recipe))
+    named = ("name=compare",) if compared else ()
+    recipe = stored_recipe(read_metadata(folder), folder, (*named, *arguments.overrides))
+    if not compared:
+        evaluate_checkpoint(folder, recipe, folder / "report")
+        return
+    with open_run(recipe, ["draftsmith", *argv]) as run:
+        evaluate_checkpoint(folder, recipe, run / "report")
 
 
 if __name__ == "__main__":
