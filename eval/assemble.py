@@ -22,6 +22,7 @@ from draftsmith.eval.check import (
 )
 from draftsmith.eval.decode import Decoded
 from draftsmith.eval.gap import explain_gap
+from draftsmith.eval.lossy import Quality, measure_quality
 from draftsmith.eval.report import BY_DESIGN, ArmReport, Piece, Sample
 from draftsmith.eval.summary import (
     Trial,
@@ -186,6 +187,7 @@ def arm_report(
     plain: Sequence[Trial],
     verdicts: Verdicts,
     cost: RoundCost | None,
+    quality: Quality | None = None,
 ) -> ArmReport:
     """All figures of one arm."""
     timed, baseline = prompt_totals(trials, prefill=False), prompt_totals(plain, prefill=False)
@@ -242,6 +244,7 @@ def arm_report(
         token_ms=percentiles(token_seconds(trials)),
         request_ms=percentiles([t.decoded.prefill_s + t.decoded.decode_s for t in trials]),
         drafter_bytes=drafter_bytes(arm.drafter, target),
+        quality=quality,
     )
 
 
@@ -307,3 +310,19 @@ def stretch_texts(tokenizer: Any, stretches: Sequence[list[int]]) -> list[str]:
         texts.append(new)
         before = whole if whole.startswith(before) else before
     return texts
+
+
+def quality_of(
+    target: Target,
+    arm: Arm,
+    trials: Sequence[Trial],
+    plain: Sequence[Trial],
+    prompts: Sequence[BenchPrompt],
+) -> Quality:
+    """An arm's first answer to every prompt beside plain decoding's."""
+
+    def first(of: Sequence[Trial]) -> list[Answer]:
+        answers = {trial.prompt: trial.decoded.tokens for trial in of if trial.repeat == 0}
+        return [Answer(prompts[at].ids, answers[at]) for at in sorted(answers)]
+
+    return measure_quality(target, arm, first(trials), first(plain))

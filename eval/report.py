@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from draftsmith.eval.lossy import Quality
 from draftsmith.eval.summary import Acceptance, Percentiles
 from draftsmith.recipes.files import write_text
 
@@ -35,6 +36,12 @@ DEFINITIONS = {
     "nor the target's pass with its choice of tokens.",
     "batch": "Prompts that are decoded together. Speedup is over plain decoding of the same "
     "batches; a batch takes as long as its longest answer, and an interval resamples batches.",
+    "quality": "Of lossy arms, and of one exact arm beside them, means over prompts with a 95 % "
+    "bootstrap over prompts: log-likelihood of the output under the target at temperature 1 (nats "
+    "per token), and its change against plain decoding of the same prompts; token_kl, KL(law of "
+    "the emitted token || target's law at this temperature), for drawn drafts at the first slot; "
+    "agreement with plain decoding's answer (twice the tokens in common blocks over the tokens of "
+    "both); share of answers identical to it.",
     "token_ms": "A round's time, split evenly over the tokens it emitted.",
     "request_ms": "Prefill and decoding of a whole answer.",
     "lossless": "Greedy: one pass over prompt and answer, every argmax equals the next token (in "
@@ -89,6 +96,7 @@ class ArmReport:
     token_ms: Percentiles | None
     request_ms: Percentiles | None
     drafter_bytes: dict[str, int]  # weights; cache_per_token
+    quality: Quality | None = None  # of lossy arms, and of an exact one beside them
 
 
 @dataclass(frozen=True)

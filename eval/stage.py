@@ -15,10 +15,18 @@ from draftsmith.drafters.checkpoint import META, read_metadata, update_metadata
 from draftsmith.drafters.target import RECURRENT, Target, is_path, local_folder
 from draftsmith.drafters.tree import Tree, chain, expansion
 from draftsmith.eval.arms import Arm, Candidate, Grid, make_grid
-from draftsmith.eval.assemble import Memory, Verdicts, arm_report, check_arm, sample_of
+from draftsmith.eval.assemble import (
+    Memory,
+    Verdicts,
+    arm_report,
+    check_arm,
+    quality_of,
+    sample_of,
+)
 from draftsmith.eval.bench import BenchPrompt, measure
 from draftsmith.eval.conditions import conditions, notes
 from draftsmith.eval.costs import measure_costs
+from draftsmith.eval.lossy import judged_arms, quality_from
 from draftsmith.eval.prompts import evaluation_prompts
 from draftsmith.eval.report import ArmReport, Report, Sample, TreeChoice, Walk, write_report
 from draftsmith.eval.results import NAME, Results
@@ -73,6 +81,11 @@ class Measured:
     costs: Mapping[str, RoundCost]  # by arm
     trials: Mapping[str, Sequence[Trial]]  # by arm
     results: Results
+
+    @property
+    def judged(self) -> list[Arm]:
+        """Arms whose quality is measured."""
+        return judged_arms(self.grid.arms)
 
 
 def evaluate(recipe: Recipe, run: Path) -> Path:
@@ -299,8 +312,15 @@ def report_of(job: Job, arm: Arm, measured: Measured, memory: Memory) -> ArmRepo
         found = check_arm(job.recipe, job.target, arm, mine, plain, measured.prompts, memory)
         return asdict(found)
 
+    def judge() -> Any:
+        return asdict(quality_of(job.target, arm, mine, plain, measured.prompts))
+
     verdicts = Verdicts(**measured.results.once(("check", arm.name), find))
-    return arm_report(job.target, arm, mine, plain, verdicts, measured.costs.get(arm.name))
+    quality = None
+    if arm in measured.judged:
+        quality = quality_from(measured.results.once(("quality", arm.name), judge))
+    cost = measured.costs.get(arm.name)
+    return arm_report(job.target, arm, mine, plain, verdicts, cost, quality)
 
 
 def walk_of(calibration: Calibration) -> Walk:

@@ -4,6 +4,7 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from draftsmith.eval.lossy import Estimate
 from draftsmith.eval.report import BY_DESIGN, ArmReport, Report
 from draftsmith.eval.summary import Percentiles
 
@@ -233,6 +234,36 @@ def skipped_table(report: Report) -> Table:
     return Table("Not measured", "", ["arm", "why"], rows, prose=True)
 
 
+def quality_table(report: Report) -> Table:
+    """What lossy rules cost, beside an exact arm."""
+    rows = [
+        [
+            arm.name,
+            yes(arm.lossless),
+            estimated(arm.quality.log_likelihood),
+            estimated(arm.quality.log_likelihood_change),
+            estimated(arm.quality.token_kl),
+            estimated(arm.quality.agreement, 2),
+            estimated(arm.quality.identical, 2),
+        ]
+        for arm in report.arms
+        if arm.quality is not None
+    ]
+    header = ["arm", "lossless", "log p per token", "change", "token KL", "agreement", "identical"]
+    note = "Paired with plain decoding of the same prompts; 95 % intervals over prompts; nats."
+    return Table("Lossy rules", note, header, rows)
+
+
+def estimated(value: Estimate | None, digits: int = 3) -> str:
+    """A mean and its interval."""
+    if value is None:
+        return NONE
+    if value.interval is None:
+        return f"{value.mean:.{digits}f}"
+    low, high = value.interval
+    return f"{value.mean:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
 def slot_tables(report: Report) -> list[Table]:
     """Conditional and joint acceptance."""
     return [
@@ -296,6 +327,7 @@ def memory_table(report: Report) -> Table:
 def detail_tables(report: Report) -> list[Table]:
     """Everything below the result."""
     tables = [
+        quality_table(report),
         latency_table(report),
         *slot_tables(report),
         category_table(report),

@@ -13,7 +13,12 @@ from draftsmith.train import cli
 from tests.test_kinds import KINDS, PROMPTS, RECIPE
 from tests.tiny import tiny_model, tiny_tokenizer
 
-CONDITIONS = ["eval.batches=[1, 2]", "eval.temperature=1", "eval.max_new_tokens=6"]
+CONDITIONS = [
+    "eval.batches=[1, 2]",
+    "eval.tree_nodes=3",
+    "eval.temperature=1",
+    "eval.max_new_tokens=6",
+]
 RULES = "eval.rules=[point_mass, token, block, without_replacement, typical]"
 
 
