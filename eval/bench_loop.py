@@ -3,8 +3,8 @@
     python -m draftsmith.eval.bench_loop [DRAFTER] [--prompts N] [--max-new-tokens N] [--threads N]
 
 Greedy, batch 1, the same prompts, each by every arm in turn; the draft model drafts as many tokens
-in both. Without DRAFTER (a draft model's folder, or its run's) two layers of the target stand in: such
-drafts are mostly wrong, and what is compared are costs.
+in both. Without DRAFTER (a draft model's folder, or its run's) two layers of the target stand in:
+such drafts are mostly wrong, and what is compared are costs.
 """
 
 import argparse
@@ -109,7 +109,8 @@ def run(options: argparse.Namespace) -> None:
         )
     print(
         f"\n{target.name}, {recipe.target.dtype}, {options.threads} threads, "
-        f"{len(prompts)} prompts of at most {recipe.eval.max_new_tokens} tokens, {drafter.depth} drafts a round"
+        f"{len(prompts)} prompts of at most {recipe.eval.max_new_tokens} tokens, "
+        f"{drafter.depth} drafts a round"
     )
     for arm in arms:
         print(sentence(arm.name, trials[arm.name]))
