@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -10,18 +11,15 @@ from pathlib import Path
 import psutil
 import torch
 
-from draftsmith.data.prompts import load_prompts
+from draftsmith.data.counts import count_evaluated, estimate_lengths, find_overlap, prompts_here
+from draftsmith.data.memory import FULL, answering_memory, training_memory
 from draftsmith.drafters.target import TargetShape, describe, pick_device
 from draftsmith.recipes.entry import run_folder
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files import user_path
 from draftsmith.recipes.schema import DistilConfig, EvalConfig, MedusaConfig, Recipe
 
-BYTES = {"bfloat16": 2, "float32": 4}
-FULL = 4  # bytes of an fp32 number: what is trained, its gradient and its two moments
 ROW_BYTES = 14  # of a row's file per token: its id and its text
-CHARACTERS = 3.5  # per token of a prompt: a cautious guess, no tokenizer is asked
-TEMPLATE_TOKENS = 40  # what a chat template adds to a prompt
+CERTAIN = ("frozen weights", "trained weights, gradients, optimizer")  # of a step's memory
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,8 @@ class Plan:
     eval_prompts: int | None
     tokens: int | None
     steps: int | None
-    memory: dict[str, int]  # of a training step, by part
+    training: dict[str, int]  # memory of a training step, by part
+    answering: dict[str, int]  # memory of a batch of answers
     memory_total: int  # of the device
     disk: dict[str, int]
     disk_free: int
@@ -50,23 +49,27 @@ def make_plan(recipe: Recipe) -> Plan:
     check_trackers(recipe)
     shape = describe(recipe.target)
     check_target(recipe, shape)
-    prompts, characters = count_prompts(recipe)
-    eval_prompts = count_eval_prompts(recipe)
-    check_held_out(recipe, prompts)
-    tokens = None if prompts is None else estimate_tokens(recipe, prompts, characters)
+    evaluated = prompts_here(recipe, "test")
+    asked = prompts_here(recipe, "train", evaluated)
+    lengths = None if asked is None else estimate_lengths(recipe, asked)
+    check_held_out(recipe, lengths)
+    tokens = None if lengths is None else estimate_tokens(recipe, lengths)
+    steps = estimate_steps(recipe, tokens)
     trained = trained_parameters(recipe.drafter, shape)
+    longest = recipe.data.max_prompt_tokens if lengths is None else max(lengths)
     plan = Plan(
         trained=trained,
         frozen=shape.parameters,
-        prompts=prompts,
-        eval_prompts=eval_prompts,
+        prompts=None if lengths is None else len(lengths),
+        eval_prompts=count_evaluated(recipe, evaluated),
         tokens=tokens,
-        steps=estimate_steps(recipe, tokens),
-        memory=estimate_memory(recipe, shape, trained),
+        steps=steps,
+        training=training_memory(recipe, shape, trained),
+        answering=answering_memory(recipe, shape, longest),
         memory_total=device_memory(recipe),
         disk=estimate_disk(recipe, trained, tokens or 0),
         disk_free=free_disk(run_folder(recipe)),
-        notes=find_notes(recipe, estimate_steps(recipe, tokens)),
+        notes=(*find_notes(recipe, steps), *find_overlap(asked)),
     )
     check_room(plan)
     return plan
@@ -155,43 +158,18 @@ def find_notes(recipe: Recipe, steps: int | None) -> tuple[str, ...]:
     return tuple(found)
 
 
-def is_here(source: str) -> bool:
-    """Whether prompts can be read without a network."""
-    return source == "starter" or source.startswith((".", "/", "~")) or user_path(source).exists()
-
-
-def count_prompts(recipe: Recipe) -> tuple[int | None, int]:
-    """Training prompts and the characters in them; None where they are on the Hub."""
-    if not is_here(recipe.data.prompts) and not recipe.data.prompts.endswith(".jsonl"):
-        return None, 0
-    prompts = load_prompts(recipe.data, split="train", seed=recipe.seed).prompts
-    texts = [str(message["content"]) for prompt in prompts for message in prompt.messages]
-    return len(prompts), sum(map(len, texts))
-
-
-def count_eval_prompts(recipe: Recipe) -> int | None:
-    """Evaluation prompts that the report will use; None where they are on the Hub."""
-    source = recipe.data.eval_prompts
-    if not is_here(source) and not source.endswith(".jsonl"):
-        return None
-    found = len(load_prompts(recipe.data, split="test", seed=recipe.seed).prompts)
-    return min(found, recipe.eval.prompts or found)
-
-
-def check_held_out(recipe: Recipe, prompts: int | None) -> None:
+def check_held_out(recipe: Recipe, prompts: Sequence[object] | None) -> None:
     """Something must be left to train on."""
-    if prompts is not None and prompts <= recipe.data.held_out:
+    if prompts is not None and len(prompts) <= recipe.data.held_out:
         raise UserError(
             f"data.held_out: {recipe.data.held_out} documents are kept away from training and "
-            f"there are only {prompts} prompts; lower it, or give more prompts"
+            f"there are only {len(prompts)} prompts; lower it, or give more prompts"
         )
 
 
-def estimate_tokens(recipe: Recipe, prompts: int, characters: int) -> int:
+def estimate_tokens(recipe: Recipe, lengths: Sequence[int]) -> int:
     """Tokens of prompts and answers, every answer as long as it may be."""
-    asked = characters / CHARACTERS + TEMPLATE_TOKENS * prompts
-    asked = min(asked, recipe.data.max_prompt_tokens * prompts)
-    return round(asked + recipe.data.distil.max_new_tokens * prompts)
+    return sum(lengths) + recipe.data.distil.max_new_tokens * len(lengths)
 
 
 def estimate_steps(recipe: Recipe, tokens: int | None) -> int | None:
@@ -208,26 +186,6 @@ def trained_parameters(config: MedusaConfig, shape: TargetShape) -> int:
     size, rows = shape.hidden_size, config.draft_vocab or shape.vocab_size
     extra = {"shared": 0, "low_rank": config.rank * (size + rows), "own": rows * size}
     return config.heads * (size * size + size + extra[config.projection])
-
-
-def estimate_memory(recipe: Recipe, shape: TargetShape, trained: int) -> dict[str, int]:
-    """Bytes of one training step, by part."""
-    train, drafter = recipe.train, recipe.drafter
-    width = BYTES[recipe.target.dtype]
-    positions = train.rows_per_micro_batch * recipe.data.max_length
-    rows = drafter.draft_vocab or shape.vocab_size
-    # Cross-entropy works in one buffer; the divergences hold the teacher and their temporaries too.
-    buffers = 2 if recipe.objective.loss == "ce" else 5
-    return {
-        "frozen weights": shape.parameters * width,
-        "trained weights, gradients, optimizer": trained * 4 * FULL,
-        "one chunk of logits": buffers * train.chunk * drafter.heads * rows * FULL,
-        # A layer's widest moment (an MLP of four times the width), the mask between documents.
-        "target's activations": positions
-        * (16 * shape.hidden_size + recipe.data.max_length)
-        * width,
-        "slot states and their gradients": 4 * positions * drafter.heads * shape.hidden_size * FULL,
-    }
 
 
 def device_memory(recipe: Recipe) -> int:
@@ -270,10 +228,10 @@ def check_room(plan: Plan) -> None:
             f"the run needs {size(sum(plan.disk.values()))} of disk and {size(plan.disk_free)} are "
             "free; free some, give another folder (runs=FOLDER), or lower train.keep_checkpoints"
         )
-    certain = plan.memory["frozen weights"] + plan.memory["trained weights, gradients, optimizer"]
+    certain = sum(plan.training[part] for part in CERTAIN)
     if certain > plan.memory_total:
         raise UserError(
-            f"the weights alone need {size(certain)} of memory and the device has "
+            f"weights, gradients and optimizer need {size(certain)} of memory and the device has "
             f"{size(plan.memory_total)}; take a smaller target, or drafter.projection: shared"
         )
 
@@ -291,10 +249,21 @@ def number(count: int | None) -> str:
     return "not known before the prompts are loaded" if count is None else f"{count:,}"
 
 
+def peak(plan: Plan, memory: dict[str, int], when: str, knob: str) -> str:
+    """How much memory is needed, and what to lower where that is too much."""
+    needed, total = sum(memory.values()), plan.memory_total
+    tight = f" (may not fit: lower {knob})" if needed > total else ""
+    return f"about {size(needed)} of {size(total)} {when}{tight}"
+
+
+def parts(sizes: dict[str, int]) -> list[tuple[str, str]]:
+    """Lines of a sum."""
+    return [("", f"{size(count):>10}  {part}") for part, count in sizes.items()]
+
+
 def render(plan: Plan, recipe: Recipe) -> str:
     """The plan as text."""
-    needed, whole = sum(plan.memory.values()), sum(plan.disk.values())
-    tight = " (may not fit: lower train.rows_per_micro_batch)" if needed > plan.memory_total else ""
+    whole = sum(plan.disk.values())
     at_most = "" if plan.tokens is None else "at most "
     lines = [
         ("run", str(run_folder(recipe))),
@@ -306,10 +275,12 @@ def render(plan: Plan, recipe: Recipe) -> str:
         ),
         ("tokens", at_most + number(plan.tokens)),
         ("steps", at_most + number(plan.steps)),
-        ("memory", f"about {size(needed)} of {size(plan.memory_total)} in a training step{tight}"),
-        *(("", f"{size(count):>10}  {part}") for part, count in plan.memory.items()),
+        ("memory", peak(plan, plan.answering, "for a batch of answers", "data.distil.batch_size")),
+        *parts(plan.answering),
+        ("", peak(plan, plan.training, "for a training step", "train.rows_per_micro_batch")),
+        *parts(plan.training),
         ("disk", f"about {size(whole)}, {size(plan.disk_free)} are free"),
-        *(("", f"{size(count):>10}  {part}") for part, count in plan.disk.items()),
+        *parts(plan.disk),
         *(("note", note) for note in plan.notes),
     ]
     return "\n".join(f"{name:9}{text}" for name, text in lines)

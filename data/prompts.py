@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -22,6 +23,7 @@ Row = tuple[str, Mapping[str, Any]]
 
 FIELDS = ("messages", "conversations", "prompt", "turns")  # what holds the conversation
 KEY_FIELDS = ("key", "id", "question_id")
+EVALUATED = "also an evaluation prompt"  # why a training prompt is dropped
 KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # of a message, beside its text
 ROLES = {
     "system": "system",
@@ -60,14 +62,19 @@ class Unusable(ValueError):
     """A row that holds no prompt; the message is the reason it is counted under."""
 
 
-def load_prompts(config: DataConfig, *, split: Split, seed: int) -> PromptSet:
-    """The recipe's prompts for training or for evaluation; UserError when none is left."""
+def load_prompts(
+    config: DataConfig, *, split: Split, seed: int, evaluated: Sequence[Prompt] = ()
+) -> PromptSet:
+    """The recipe's prompts for training or for evaluation; UserError when none is left.
+
+    Those that ask what one of `evaluated` asks are dropped.
+    """
     train = split == "train"
     source = config.prompts if train else config.eval_prompts
     rows = _rows_of(source, split=split, part=config.split if train else config.eval_split)
     if train and config.grow:
         rows = chain(rows, _numbered("grown", starter.grow(config.grow, seed)))
-    found = collect(rows)
+    found = collect(rows, {question(prompt.messages) for prompt in evaluated})
     if not found.prompts:
         raise UserError(f"{source}: no prompt is left. Dropped: {listed(found.dropped)}")
     if train and config.limit is not None:
@@ -75,8 +82,8 @@ def load_prompts(config: DataConfig, *, split: Split, seed: int) -> PromptSet:
     return found
 
 
-def collect(rows: Iterable[Row]) -> PromptSet:
-    """Rows of any accepted form as prompts; repeated ones are dropped."""
+def collect(rows: Iterable[Row], evaluated: Set[str] = frozenset()) -> PromptSet:
+    """Rows of any accepted form as prompts; repeated ones and `evaluated` questions are dropped."""
     prompts: list[Prompt] = []
     dropped: Counter[str] = Counter()
     keys: set[str] = set()
@@ -92,6 +99,8 @@ def collect(rows: Iterable[Row]) -> PromptSet:
             dropped["duplicate"] += 1
         elif prompt.key in keys:
             dropped["id of another prompt"] += 1
+        elif question(prompt.messages) in evaluated:
+            dropped[EVALUATED] += 1
         else:
             prompts.append(prompt)
             keys.add(prompt.key)
@@ -117,6 +126,14 @@ def content_key(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
     said = [list(messages), list(tools)] if tools else list(messages)
     text = json.dumps(said, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def question(messages: Sequence[Message]) -> str:
+    """What is asked, to be compared: all turns but the system's, whatever their case and spacing
+    and however Unicode writes their characters.
+    """
+    turns = [f"{turn['role']} {turn['content']}" for turn in messages if turn["role"] != "system"]
+    return " ".join(unicodedata.normalize("NFKC", "\n".join(turns)).casefold().split())
 
 
 def _rows_of(source: str, *, split: Split, part: str) -> Iterator[Row]:

@@ -16,7 +16,8 @@ def prepare(recipe: Recipe, run: Path) -> None:
 
     Raises UserError when no row is left to train on.
     """
-    prompts = load_prompts(recipe.data, split="train", seed=recipe.seed)
+    evaluated = load_prompts(recipe.data, split="test", seed=recipe.seed).prompts
+    prompts = load_prompts(recipe.data, split="train", seed=recipe.seed, evaluated=evaluated)
     tell_dropped("prompts", prompts.dropped)
     target = Target.load(recipe.target)
     summary = distil(target, prompts.prompts, recipe.data, run / "rows", seed=recipe.seed)

@@ -35,6 +35,7 @@ class TargetShape:
     hidden_size: int
     layers: int
     max_positions: int
+    cached_numbers: int  # keys and values of one position, in all layers
     parameters: int
     template: str | None
 
@@ -359,12 +360,16 @@ def shape_of(config: Any, template: Any, *, trust_remote_code: bool = False) -> 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
+    values = text.to_dict()
+    heads = values.get("num_key_value_heads") or text.num_attention_heads
+    size = values.get("head_dim") or text.hidden_size // text.num_attention_heads
     head = model.get_output_embeddings().weight
     return TargetShape(
         vocab_size=head.shape[0],
         hidden_size=head.shape[1],
         layers=text.num_hidden_layers,
         max_positions=text.max_position_embeddings,
+        cached_numbers=2 * text.num_hidden_layers * heads * size,
         parameters=sum(p.numel() for p in model.parameters()),
         template=template if template is None or isinstance(template, str) else str(template),
     )

@@ -28,11 +28,13 @@ def make(tiny_folder: Path, tmp_path: Path):
     """A recipe for the tiny target with changed blocks."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "question {i}"}}\n' for i in range(20)))
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(f'{{"prompt": "Question {i}?"}}\n' for i in range(20)))
 
     def make(**changes: Any) -> Recipe:
         data = {
             "prompts": str(prompts),
-            "eval_prompts": str(prompts),
+            "eval_prompts": str(questions),
             "max_prompt_tokens": 64,
             "max_length": 128,
             "held_out": 4,
@@ -63,6 +65,7 @@ def test_trained_parameters_are_those_of_the_real_heads(
         hidden_size=target.hidden_size,
         layers=target.layers,
         max_positions=4096,
+        cached_numbers=1,
         parameters=1,
         template="x",
     )
@@ -87,6 +90,7 @@ def test_the_plan_counts_without_loading_weights(
     for word in (f"{plan.trained:,} parameters trained", f"{plan.frozen:,} parameters frozen"):
         assert word in text
     assert "at most" in text and "are free" in text
+    assert "for a batch of answers" in text and "for a training step" in text
 
 
 def test_steps_are_an_upper_bound_that_max_steps_cuts(make) -> None:
@@ -151,7 +155,7 @@ def test_a_disk_that_is_too_small_is_refused(make, monkeypatch: pytest.MonkeyPat
 
 def test_a_memory_that_is_too_small_is_refused(make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "device_memory", lambda recipe: 1000)
-    with pytest.raises(UserError, match="the weights alone need"):
+    with pytest.raises(UserError, match="weights, gradients and optimizer need"):
         make_plan(make())
 
 
@@ -166,6 +170,17 @@ def test_a_file_where_the_runs_should_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is a file; give a folder"):
         free_disk(tmp_path / "file" / "run")
     assert free_disk(tmp_path / "not" / "yet" / "there") > 0
+
+
+def test_prompts_of_the_evaluation_are_not_counted_and_named(make, tmp_path: Path) -> None:
+    same = tmp_path / "same.jsonl"
+    same.write_text('{"prompt": "QUESTION  3"}\n{"prompt": "question 30"}\n')
+    recipe = make(data={"eval_prompts": str(same)})
+    plan = make_plan(recipe)
+    assert (plan.prompts, plan.eval_prompts) == (19, 2)
+    assert plan.notes[-1] == "training prompts that are evaluation prompts too are left out: 1"
+    with pytest.raises(UserError, match="Dropped: 20 also an evaluation prompt"):
+        make_plan(make(data={"eval_prompts": recipe.data.prompts}))
 
 
 def test_notes_name_what_does_nothing(make) -> None:

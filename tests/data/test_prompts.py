@@ -164,6 +164,25 @@ def test_duplicates_and_clashing_ids_are_counted(tmp_path: Path) -> None:
     assert found.dropped == {"duplicate": 1, "id of another prompt": 1}
 
 
+SAME = {
+    "itself": {"prompt": "Why is the sky blue?"},
+    "case and spacing": {"prompt": "  why is the SKY\n blue?"},
+    "written otherwise": {"prompt": "Why is the sky\u00a0blue\uff1f"},
+    "with a system prompt": {"messages": [{"role": "system", "content": "Be brief."}, USER]},
+    "with tools": {"messages": [USER], "tools": [TOOL]},
+}
+
+
+@pytest.mark.parametrize("row", SAME.values(), ids=SAME)
+def test_what_is_evaluated_on_is_not_trained_on(tmp_path: Path, row: dict[str, object]) -> None:
+    others = [{"prompt": "Why is the sky blue"}, {"messages": [USER, USER]}]
+    config = DataConfig(prompts=write(tmp_path / "p.jsonl", [row, *others]), limit=2)
+    evaluated = load(write(tmp_path / "e.jsonl", [{"prompt": USER["content"]}])).prompts
+    found = load_prompts(config, split="train", seed=0, evaluated=evaluated)
+    assert len(found.prompts) == 2 and found.dropped == {"also an evaluation prompt": 1}
+    assert len(load_prompts(config, split="train", seed=1).prompts) == 2
+
+
 def test_limit_draws_the_same_prompts_in_any_order_and_grows_by_addition(tmp_path: Path) -> None:
     rows: list[object] = [{"prompt": f"question {i}"} for i in range(50)]
     first = keys(load(write(tmp_path / "p.jsonl", rows), limit=10).prompts)
