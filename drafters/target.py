@@ -24,6 +24,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import user_path
 from draftsmith.recipes.schema import TargetConfig
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 ROLLBACK_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -67,6 +68,7 @@ class Target:
         # transformers renamed `past_key_values` to `cache`; both are in the supported range.
         parameters = inspect.signature(self.base.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self.check_weights()
         self.check_head()
 
     @staticmethod
@@ -169,6 +171,17 @@ class Target:
         return window
 
     @torch.no_grad()
+    def check_weights(self) -> None:
+        """Refuse a model with a NaN anywhere: the row of a rare token may not be read for hours."""
+        for name, value in self.model.named_parameters():
+            # NaN is passed on by both extremes, which take a twentieth of isfinite's time.
+            if value.dtype in FLOATS and not all(bool(end.isfinite()) for end in value.aminmax()):
+                raise UserError(
+                    f"{self.name}: its weight {name} holds NaN or infinite numbers: the file is "
+                    "damaged or was written half; restore the model"
+                )
+
+    @torch.no_grad()
     def check_head(self) -> None:
         """Refuse a model whose logits are not head(final state) under the scale and soft-cap we
         read.
@@ -178,9 +191,9 @@ class Target:
         have = self.logits(self.base(input_ids=ids, use_cache=False).last_hidden_state).float()
         if not bool(torch.isfinite(want).all()):
             raise UserError(
-                f"{self.name}: its logits are NaN or infinite: its weights are damaged, or "
-                f"{str(self.dtype).removeprefix('torch.')} is too narrow for them; restore the "
-                "model, or try target.dtype=float32"
+                f"{self.name}: its logits are NaN or infinite: "
+                f"{str(self.dtype).removeprefix('torch.')} is too narrow for its weights, or they "
+                "are damaged; try target.dtype=float32, or restore the model"
             )
         if want.shape != have.shape or not torch.allclose(
             want, have, rtol=1e-3, atol=1e-3 * float(want.abs().max())

@@ -61,10 +61,20 @@ def test_a_head_that_is_more_than_its_weight_is_refused():
         Target.from_model(model, None, name="t")
 
 
-def test_weights_that_are_nan_are_named_as_such():
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("row", [0, 39], ids=["first", "unread"])
+def test_weights_that_are_no_numbers_are_named(row, bad):
+    model = tiny_model(40, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[row, 5] = float(bad)
+    with pytest.raises(UserError, match=r"tiny: its weight model\.embed_tokens\.weight holds NaN"):
+        Target.from_model(model, None, name="tiny")
+
+
+def test_logits_that_are_no_numbers_are_named_as_such():
     model = tiny_model(40)
     with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+        model.model.norm.weight.fill_(3e38)
     with pytest.raises(UserError, match="tiny: its logits are NaN or infinite"):
         Target.from_model(model, None, name="tiny")
 
