@@ -7,17 +7,14 @@ that it would have met.
 """
 
 import hashlib
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from draftsmith.data.generate import Answer, Request, answer
 from draftsmith.data.prompts import Prompt, keyed_number, listed
@@ -26,6 +23,7 @@ from draftsmith.data.rows import ROWS, Row, RowFile, agree_on_manifest, finished
 from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.progress import Progress
 from draftsmith.recipes.schema import DataConfig, DistilConfig
 
 
@@ -48,14 +46,15 @@ def distil(
     requests, dropped = make_requests(target, prompts, config, seed)
     agree_on_manifest(folder, manifest(target, requests, config, seed))
     by_key = {prompt.key: prompt for prompt in prompts}
-    started, made, tokens = time.perf_counter(), 0, 0
-    with RowFile(folder / ROWS) as file, Bar(len(requests)) as bar:
+    started, made, tokens, finished = time.perf_counter(), 0, 0, 0
+    with RowFile(folder / ROWS) as file, Progress("distil", len(requests), "prompts") as progress:
         for batch in plan(requests, config.distil.batch_size):
+            finished += len(batch)
             missing = {request.key for request in batch} - file.keys
             if not missing:
-                bar.skip(len(batch))
+                progress.skip(len(batch))
                 continue
-            answers = answer_within_memory(target, batch, config.distil, bar)
+            answers = answer_within_memory(target, batch, config.distil, progress)
             pairs = zip(batch, answers, strict=True)
             file.append(
                 [
@@ -66,7 +65,8 @@ def distil(
             )
             made += len(missing)
             tokens += sum(len(reply.ids) for reply in answers)
-            bar.finish_batch(len(batch), tokens)
+            progress.note(f"{tokens / (time.perf_counter() - started):.0f} tokens a second")
+            progress.reach(finished)
     return summarise(folder, dropped, made, tokens / (time.perf_counter() - started))
 
 
@@ -138,11 +138,14 @@ def manifest(
 
 
 def answer_within_memory(
-    target: Target, batch: Sequence[Request], config: DistilConfig, bar: "Bar"
+    target: Target, batch: Sequence[Request], config: DistilConfig, progress: Progress
 ) -> list[Answer]:
     """Answer a batch; UserError when the device's memory does not hold it."""
+    before = progress.done
     try:
-        return answer(target, batch, config.max_new_tokens, bar.within_batch)
+        return answer(
+            target, batch, config.max_new_tokens, lambda part: progress.reach(before + part)
+        )
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"{target.name}: {config.batch_size} answers at once do not fit the memory of "
@@ -180,46 +183,3 @@ def summarise(folder: Path, dropped: Counter[str], made: int, speed: float) -> D
         made=made,
         tokens_per_second=speed,
     )
-
-
-class Bar:
-    """Progress in prompts, moving within a batch too, with tokens per second and the time left."""
-
-    def __init__(self, total: int) -> None:
-        terminal = sys.stderr.isatty()
-        self.done = 0
-        self.started = time.perf_counter()
-        self.bar = tqdm(
-            total=total,
-            desc="distil",
-            mininterval=0.5 if terminal else 15,
-            bar_format="{l_bar}{bar}| {n:.0f}/{total} prompts [{elapsed}<{remaining}{postfix}]",
-        )
-
-    def skip(self, count: int) -> None:
-        """Prompts that were answered before: no time was spent on them."""
-        self.bar.initial += count
-        self.finish_batch(count, 0)
-
-    def within_batch(self, answered: float) -> None:
-        """So many prompts of the running batch are answered."""
-        self.bar.update(self.done + answered - self.bar.n)
-
-    def finish_batch(self, count: int, tokens: int) -> None:
-        """A batch is on the disk; `tokens` were generated so far."""
-        self.done += count
-        if tokens:
-            speed = tokens / (time.perf_counter() - self.started)
-            self.bar.set_postfix_str(f"{speed:.0f} tok/s", refresh=False)
-        self.bar.update(self.done - self.bar.n)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.bar.close()

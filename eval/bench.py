@@ -6,7 +6,6 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-from tqdm import tqdm
 from transformers import GenerationConfig
 
 from draftsmith.drafters.methods import Drafter
@@ -15,6 +14,7 @@ from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree
 from draftsmith.eval.decode import Decoded, Round, clock, decode
 from draftsmith.eval.summary import Trial
+from draftsmith.recipes.progress import Progress
 
 PLAIN, GENERATE = "plain", "transformers.generate"
 
@@ -95,7 +95,7 @@ def measure(
     for arm in arms:  # warm-up, thrown away
         run_arm(target, arm, prompts[0].ids, max_new_tokens=min(16, max_new_tokens), seed=seed)
     total = repeats * len(prompts) * len(arms)
-    with tqdm(total=total, desc="measure", unit="answer", disable=None) as bar:
+    with Progress("measure", total, "answers") as progress:
         for repeat in range(repeats):
             for index, prompt in enumerate(prompts):
                 for arm in rotated(arms, repeat + index):
@@ -107,7 +107,7 @@ def measure(
                         seed=seed + repeat * len(prompts) + index,
                     )
                     trials[arm.name].append(Trial(index, prompt.category, decoded))
-                    bar.update()
+                    progress.advance()
     return trials
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from draftsmith.drafters.checkpoint import load_drafter, read_metadata
 from draftsmith.drafters.methods import Drafter, build
@@ -26,6 +25,7 @@ from draftsmith.eval.walk import RankTable, recipe_ranks, walk
 from draftsmith.recipes.entry import Parser, guard, run_folder
 from draftsmith.recipes.files import user_path
 from draftsmith.recipes.load import load_recipe
+from draftsmith.recipes.progress import Progress
 from draftsmith.recipes.schema import Recipe
 
 DEMO = "smollm2-135m_medusa_demo"
@@ -84,14 +84,13 @@ def decode_all(
     target: Target, arm: Arm, prompts: Sequence[BenchPrompt], max_new_tokens: int
 ) -> list[Trial]:
     """One answer per prompt."""
-    return [
-        Trial(
-            index,
-            prompt.category,
-            run_arm(target, arm, prompt.ids, max_new_tokens=max_new_tokens, seed=0),
-        )
-        for index, prompt in enumerate(tqdm(prompts, desc=arm.name, disable=None))
-    ]
+    trials = []
+    with Progress(arm.name, len(prompts), "answers") as progress:
+        for index, prompt in enumerate(prompts):
+            decoded = run_arm(target, arm, prompt.ids, max_new_tokens=max_new_tokens, seed=0)
+            trials.append(Trial(index, prompt.category, decoded))
+            progress.advance()
+    return trials
 
 
 def compare(
