@@ -1,6 +1,7 @@
 """What a recipe's prompts amount to, before anything is fetched or loaded."""
 
 import json
+from collections.abc import Sequence
 from math import ceil
 
 from draftsmith.data.prompts import EVALUATED, Prompt, PromptSet, Split, load_prompts
@@ -42,9 +43,16 @@ def find_overlap(asked: PromptSet | None) -> tuple[str, ...]:
 
 
 def estimate_lengths(recipe: Recipe, asked: PromptSet) -> list[int]:
-    """Tokens of every prompt; longer ones than the recipe allows will be dropped."""
+    """Tokens of every prompt, at most as many as the recipe allows; self-written ones are full."""
     most = recipe.data.max_prompt_tokens
-    return [min(estimate_length(prompt), most) for prompt in asked.prompts]
+    given = [min(estimate_length(prompt), most) for prompt in asked.prompts]
+    return given + [written_length(recipe)] * recipe.data.self_written.count
+
+
+def written_length(recipe: Recipe) -> int:
+    """Tokens of a self-written prompt in its template, as long as it may be."""
+    longest = recipe.data.self_written.max_new_tokens + TEMPLATE_TOKENS
+    return min(longest, recipe.data.max_prompt_tokens)
 
 
 def estimate_length(prompt: Prompt) -> int:
@@ -52,3 +60,19 @@ def estimate_length(prompt: Prompt) -> int:
     said = [str(message["content"]) for message in prompt.messages]
     told = json.dumps(prompt.tools) if prompt.tools else ""
     return ceil(len("".join([*said, told])) / CHARACTERS) + TEMPLATE_TOKENS
+
+
+def estimate_tokens(recipe: Recipe, lengths: Sequence[int]) -> int:
+    """Tokens of prompts and answers, every answer as long as it may be."""
+    return sum(lengths) + recipe.data.distil.max_new_tokens * len(lengths)
+
+
+def estimate_steps(recipe: Recipe, tokens: int | None) -> int | None:
+    """Optimizer steps, every packed row full."""
+    train = recipe.train
+    if not recipe.drafter.trained_slots:
+        return 0
+    if tokens is None:
+        return train.max_steps
+    per_epoch = ceil(ceil(tokens / recipe.data.max_length) / train.rows_per_step)
+    return min(train.epochs * per_epoch, train.max_steps or train.epochs * per_epoch)

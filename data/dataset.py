@@ -1,6 +1,8 @@
 """Distilled rows to documents, and documents to packed batches."""
 
+import hashlib
 import random
+from array import array
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from draftsmith.data.prompts import keyed_number, listed
+from draftsmith.data.prompts import first_key, keyed_number, listed
 from draftsmith.data.rows import check_complete, read_rows
 from draftsmith.drafters.slots import Batch
 from draftsmith.recipes.errors import UserError
@@ -30,6 +32,7 @@ class Document:
     supervised: tuple[bool, ...]
     greedy: bool
     finish_reason: Literal["stop", "length"]
+    known: tuple[bool, ...] = ()  # tokens that another drafter guesses: no labels of this one
 
 
 def documents_from_rows(
@@ -66,16 +69,39 @@ def training_documents(folder: Path, config: DataConfig) -> tuple[list[Document]
 def split_held_out(
     documents: Sequence[Document], count: int, seed: int
 ) -> tuple[list[Document], list[Document]]:
-    """(training, held out): chosen by key, so that more or reordered documents change little."""
+    """(training, held out): chosen by key, so that more or reordered documents change little.
+
+    Answers to one prompt stay together, or training would have seen what is held out: the last
+    prompt that is chosen may bring more than `count`.
+    """
     if count >= len(documents):
         raise UserError(
             f"data.held_out: {count} documents are to be kept away from training and there are "
             f"only {len(documents)}; lower it, or give more prompts"
         )
-    ranked = sorted(documents, key=lambda document: keyed_number(seed, "held out", document.key))
-    held = {document.key for document in ranked[:count]}
+    answers = Counter(first_key(document.key) for document in documents)
+    prompts: set[str] = set()
+    for prompt in sorted(answers, key=lambda key: keyed_number(seed, "held out", key)):
+        if sum(answers[key] for key in prompts) >= count:
+            break
+        prompts.add(prompt)
+    held = {document.key for document in documents if first_key(document.key) in prompts}
     train = [document for document in documents if document.key not in held]
+    if not train:
+        raise UserError(
+            f"data.held_out: {count} documents are to be kept away from training, and with the "
+            "other answers to their prompts that is all; give more prompts"
+        )
     return train, [document for document in documents if document.key in held]
+
+
+def fingerprint(documents: Sequence[Document]) -> str:
+    """Digest of what is trained on: ids, their supervision and what is known, in order."""
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(array("q", document.ids).tobytes() + bytes(document.supervised) + b";")
+        digest.update(bytes(document.known))
+    return digest.hexdigest()
 
 
 def pack(documents: Sequence[Document], max_length: int) -> list[list[int]]:
@@ -110,7 +136,7 @@ class PackedRows:
     """Documents in packed rows: which rows an optimizer step sees, and their batches."""
 
     def __init__(self, documents: Sequence[Document], max_length: int) -> None:
-        self.documents = documents
+        self.documents, self.max_length = documents, max_length
         self.rows = pack(documents, max_length)
         self.tokens = sum(len(document.ids) for document in documents)
         self.supervised = sum(sum(document.supervised) for document in documents)
@@ -143,7 +169,7 @@ class PackedRows:
         shape = (len(row_indices), width)  # [B, T]
         ids = torch.full(shape, PADDING_ID)
         positions, documents = torch.zeros(shape, dtype=torch.int64), torch.full(shape, -1)
-        supervised = torch.zeros(shape, dtype=torch.bool)
+        supervised, known = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
         for b, row in enumerate(row_indices):
             start = 0
             for number, i in enumerate(self.rows[row]):
@@ -153,9 +179,11 @@ class PackedRows:
                 positions[b, start:end] = torch.arange(end - start)
                 documents[b, start:end] = number
                 supervised[b, start:end] = torch.tensor(document.supervised)
+                if document.known:
+                    known[b, start:end] = torch.tensor(document.known)
                 start = end
             positions[b, start:] = torch.arange(width - start)
-        return Batch(ids, positions, documents, supervised)
+        return Batch(ids, positions, documents, supervised, known if known.any() else None)
 
 
 def _reason_to_drop(row: Mapping[str, Any], config: DataConfig) -> str | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.data.bar import Bar
 from draftsmith.data.generate import Answer, Request, answer
 from draftsmith.data.prompts import Prompt, keyed_number, listed
 from draftsmith.data.render import TemplateRefusal, check_template, render_prompt
@@ -23,7 +24,6 @@ from draftsmith.data.rows import ROWS, Row, RowFile, agree_on_manifest, finished
 from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.progress import Progress
 from draftsmith.recipes.schema import DataConfig, DistilConfig
 
 
@@ -44,17 +44,35 @@ def distil(
 ) -> DistilSummary:
     """Answer all prompts into `folder`, resuming what is there. Raises UserError."""
     requests, dropped = make_requests(target, prompts, config, seed)
+    made, speed = answer_all(target, prompts, requests, config, folder, seed=seed)
+    return summarise(folder, dropped, made, speed)
+
+
+def answer_all(
+    target: Target,
+    prompts: Sequence[Prompt],
+    requests: Sequence[Request],
+    config: DataConfig,
+    folder: Path,
+    *,
+    seed: int,
+    title: str = "distil",
+) -> tuple[int, float]:
+    """Answer prepared requests into `folder`, resuming what is there.
+
+    Returns the rows that this call made and its tokens per second. `title` names the bar.
+    """
     agree_on_manifest(folder, manifest(target, requests, config, seed))
     by_key = {prompt.key: prompt for prompt in prompts}
     started, made, tokens, finished = time.perf_counter(), 0, 0, 0
-    with RowFile(folder / ROWS) as file, Progress("distil", len(requests), "prompts") as progress:
+    with RowFile(folder / ROWS) as file, Bar(title, len(requests), "prompts") as bar:
         for batch in plan(requests, config.distil.batch_size):
             finished += len(batch)
             missing = {request.key for request in batch} - file.keys
             if not missing:
-                progress.skip(len(batch))
+                bar.skip(len(batch))
                 continue
-            answers = answer_within_memory(target, batch, config.distil, progress)
+            answers = answer_within_memory(target, batch, config.distil, bar)
             pairs = zip(batch, answers, strict=True)
             file.append(
                 [
@@ -64,10 +82,11 @@ def distil(
                 ]
             )
             made += len(missing)
-            tokens += sum(len(reply.ids) for reply in answers)
-            progress.note(f"{tokens / (time.perf_counter() - started):.0f} tokens a second")
-            progress.reach(finished)
-    return summarise(folder, dropped, made, tokens / (time.perf_counter() - started))
+            fresh = sum(len(reply.ids) for reply in answers)
+            tokens += fresh
+            bar.count_tokens(fresh)
+            bar.reach(finished)
+    return made, tokens / (time.perf_counter() - started)
 
 
 def make_requests(
@@ -88,22 +107,30 @@ def make_requests(
         if len(ids) > config.max_prompt_tokens:
             dropped[f"prompt longer than {config.max_prompt_tokens} tokens"] += 1
             continue
-        sampling = sampling_of(prompt.key, config.distil, seed)
-        own_seed = keyed_number(seed, "answer", prompt.key) >> 1  # torch takes 63 bits
-        requests.append(Request(prompt.key, ids, sampling, own_seed))
+        requests.append(make_request(prompt.key, ids, config.distil, seed, purpose="answer"))
     if not requests:
         raise UserError(f"{target.name}: no prompt is left to answer. Dropped: {listed(dropped)}")
-    check_room(target, max(len(request.ids) for request in requests) + config.distil.max_new_tokens)
+    longest = max(len(request.ids) for request in requests)
+    knobs = "data.max_prompt_tokens or data.distil.max_new_tokens"
+    check_room(target, longest + config.distil.max_new_tokens, knobs)
     return requests, dropped
 
 
-def check_room(target: Target, needed: int) -> None:
+def make_request(
+    key: str, ids: list[int], config: DistilConfig, seed: int, *, purpose: str
+) -> Request:
+    """A request with random numbers of its own: by key, and by what they are drawn for."""
+    own_seed = keyed_number(seed, purpose, key) >> 1  # torch takes 63 bits
+    return Request(key, ids, sampling_of(key, config, seed), own_seed)
+
+
+def check_room(target: Target, needed: int, knobs: str) -> None:
     """UserError when the longest prompt and its answer do not fit the model's positions."""
     positions = target.config.to_dict().get("max_position_embeddings")
     if positions is not None and needed > positions:
         raise UserError(
             f"{target.name} has {positions} positions and the longest prompt with its answer needs "
-            f"{needed}; lower data.max_prompt_tokens or data.distil.max_new_tokens"
+            f"{needed}; lower {knobs}"
         )
 
 
@@ -138,14 +165,12 @@ def manifest(
 
 
 def answer_within_memory(
-    target: Target, batch: Sequence[Request], config: DistilConfig, progress: Progress
+    target: Target, batch: Sequence[Request], config: DistilConfig, bar: Bar
 ) -> list[Answer]:
     """Answer a batch; UserError when the device's memory does not hold it."""
-    before = progress.done
+    before = bar.done
     try:
-        return answer(
-            target, batch, config.max_new_tokens, lambda part: progress.reach(before + part)
-        )
+        return answer(target, batch, config.max_new_tokens, lambda part: bar.reach(before + part))
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"{target.name}: {config.batch_size} answers at once do not fit the memory of "

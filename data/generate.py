@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from draftsmith.drafters.layout import last_of, padded
 from draftsmith.drafters.sampler import Sampling, inverse, standardise
 from draftsmith.drafters.target import Target
 
@@ -43,7 +44,7 @@ def answer(
     ends = torch.tensor(target.eos_ids, dtype=torch.int64, device=target.device)
     tokens = torch.zeros((len(batch), max_new_tokens), dtype=torch.int64, device=target.device)
     ended = torch.zeros(len(batch), dtype=torch.bool, device=target.device)
-    state = Decoding(target, [request.ids for request in batch], max_new_tokens)
+    state = Decoding(target, [request.ids for request in batch])
     hidden = state.prefill()  # [b, D]
     for step in range(max_new_tokens):
         picked = picks(target.logits(hidden), rows, step)  # [b]
@@ -64,42 +65,24 @@ def answer(
 
 
 class Decoding:
-    """Rows of unequal prompts in one cache: padded on the left, padding never seen."""
+    """Rows of unequal prompts in one cache."""
 
-    def __init__(self, target: Target, prompts: Sequence[list[int]], max_new_tokens: int) -> None:
+    def __init__(self, target: Target, prompts: Sequence[list[int]]) -> None:
         self.target, self.cache = target, target.new_cache()
-        width = max(map(len, prompts))
-        padding = torch.tensor([width - len(ids) for ids in prompts])
-        self.padded = bool(padding.any())
-        padded = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts])
-        self.ids = padded.to(target.device)  # [B, P]
-        self.padding = padding.to(target.device)  # [B]
-        columns = torch.arange(width + max_new_tokens, device=target.device)
-        self.visible = columns >= self.padding[:, None]  # [B, P + max_new_tokens]
+        self.ids, self.lengths = padded(prompts, target.device)
 
     def prefill(self) -> Tensor:
         """Feed the prompts; the states [B, D] of their last tokens."""
-        width = self.ids.shape[1]
-        columns = torch.arange(width, device=self.target.device)
-        positions = (columns - self.padding[:, None]).clamp(min=0)  # [B, P]
-        mask = None
-        if self.padded:
-            causal = columns[:, None] >= columns
-            own = columns[:, None] == columns  # padding sees itself: a row that sees nothing is NaN
-            mask = ((self.visible[:, None, :width] & causal) | own)[:, None]  # [B, 1, P, P]
-        return self.target.step(self.ids, positions, self.cache, mask)[:, -1]
+        states = self.target.prefill(self.ids, self.lengths, self.cache)
+        return last_of(states, self.lengths)
 
     def feed(self, tokens: Tensor) -> Tensor:
         """Feed one token [b] of every row; their states [b, D]."""
-        length = self.cache.length
-        positions = (length - self.padding)[:, None]
-        mask = self.visible[:, None, None, : length + 1] if self.padded else None
-        return self.target.step(tokens[:, None], positions, self.cache, mask)[:, 0]
+        return self.target.step(tokens[:, None], self.cache)[:, 0]
 
     def select(self, rows: Tensor) -> None:
         """Go on with these rows alone."""
         self.cache.select(rows)
-        self.padding, self.visible = self.padding[rows], self.visible[rows]
 
 
 class Picks:

@@ -5,21 +5,35 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 
 import psutil
 import torch
 
-from draftsmith.data.counts import count_evaluated, estimate_lengths, find_overlap, prompts_here
-from draftsmith.data.memory import FULL, answering_memory, training_memory
+from draftsmith.data.counts import (
+    count_evaluated,
+    estimate_lengths,
+    estimate_steps,
+    estimate_tokens,
+    find_overlap,
+    prompts_here,
+    written_length,
+)
+from draftsmith.data.memory import BYTES, FROZEN, FULL, answering_memory
+from draftsmith.data.needs import TRAINED, estimate_memory, trained_parameters
 from draftsmith.drafters.target import TargetShape, describe, pick_device
 from draftsmith.recipes.entry import run_folder
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import DistilConfig, EvalConfig, MedusaConfig, Recipe
+from draftsmith.recipes.schema import (
+    DistilConfig,
+    DrafterConfig,
+    DraftModelConfig,
+    EvalConfig,
+    MedusaConfig,
+    Recipe,
+)
 
 ROW_BYTES = 14  # of a row's file per token: its id and its text
-CERTAIN = ("frozen weights", "trained weights, gradients, optimizer")  # of a step's memory
 
 
 @dataclass(frozen=True)
@@ -28,7 +42,7 @@ class Plan:
 
     trained: int  # parameters
     frozen: int
-    prompts: int | None  # None: not counted, they are on the Hub
+    prompts: int | None  # with all self-written ones; None: not counted, they are on the Hub
     eval_prompts: int | None
     tokens: int | None
     steps: int | None
@@ -64,10 +78,10 @@ def make_plan(recipe: Recipe) -> Plan:
         eval_prompts=count_evaluated(recipe, evaluated),
         tokens=tokens,
         steps=steps,
-        training=training_memory(recipe, shape, trained),
+        training=estimate_memory(recipe, shape, trained),
         answering=answering_memory(recipe, shape, longest),
         memory_total=device_memory(recipe),
-        disk=estimate_disk(recipe, trained, tokens or 0),
+        disk=estimate_disk(recipe, shape, trained, tokens or 0),
         disk_free=free_disk(run_folder(recipe)),
         notes=(*find_notes(recipe, steps), *find_overlap(asked)),
     )
@@ -77,16 +91,30 @@ def make_plan(recipe: Recipe) -> Plan:
 
 def check_steps(recipe: Recipe) -> None:
     """Knobs that must fit each other."""
-    train, data, drafter = recipe.train, recipe.data, recipe.drafter
-    if train.rows_per_step % train.rows_per_micro_batch:
-        raise UserError(
-            f"train.rows_per_micro_batch: {train.rows_per_micro_batch} does not divide "
-            f"train.rows_per_step ({train.rows_per_step}); give one of its divisors"
-        )
+    data = recipe.data
+    if recipe.drafter.trained_slots:
+        check_training(recipe)
     if data.max_prompt_tokens >= data.max_length:
         raise UserError(
             f"data.max_prompt_tokens: {data.max_prompt_tokens} leaves no room for an answer in "
             f"rows of data.max_length ({data.max_length}); lower the first or raise the second"
+        )
+    written = data.self_written
+    if written.count and written.max_new_tokens >= data.max_prompt_tokens:
+        raise UserError(
+            f"data.self_written.max_new_tokens: turns of {written.max_new_tokens} tokens leave no "
+            "room for the template in prompts of data.max_prompt_tokens "
+            f"({data.max_prompt_tokens}); lower the first or raise the second"
+        )
+
+
+def check_training(recipe: Recipe) -> None:
+    """Knobs of gradient steps."""
+    train, slots = recipe.train, recipe.drafter.trained_slots
+    if train.rows_per_step % train.rows_per_micro_batch:
+        raise UserError(
+            f"train.rows_per_micro_batch: {train.rows_per_micro_batch} does not divide "
+            f"train.rows_per_step ({train.rows_per_step}); give one of its divisors"
         )
     weights = len(recipe.objective.slot_weights)
     if recipe.objective.weights != "list" and weights:
@@ -94,10 +122,9 @@ def check_steps(recipe: Recipe) -> None:
             f"objective.slot_weights: not used with objective.weights: {recipe.objective.weights}; "
             "write objective.weights: list, or leave them out"
         )
-    if recipe.objective.weights == "list" and weights != drafter.heads:
+    if recipe.objective.weights == "list" and weights != slots:
         raise UserError(
-            f"objective.slot_weights: {weights} given, drafter.heads is {drafter.heads}; "
-            "give one weight per head"
+            f"objective.slot_weights: {weights} given for {slots} slots; give one weight per slot"
         )
 
 
@@ -113,30 +140,47 @@ def check_trackers(recipe: Recipe) -> None:
 
 def check_target(recipe: Recipe, shape: TargetShape) -> None:
     """What the target's config and tokenizer rule out."""
-    name, drafter = recipe.target.model, recipe.drafter
+    name = recipe.target.model
     if shape.template is None:
         raise UserError(
             f"target.model: the tokenizer of {name} has no chat template, so it cannot be asked to "
             "answer prompts; give an instruction-tuned model"
         )
-    if drafter.draft_vocab is not None and drafter.draft_vocab > shape.vocab_size:
-        raise UserError(
-            f"drafter.draft_vocab: {drafter.draft_vocab} is more than the {shape.vocab_size} "
-            f"tokens of {name}; give fewer, or null for all"
-        )
-    if drafter.projection == "low_rank" and drafter.rank > shape.hidden_size:
-        raise UserError(
-            f"drafter.rank: {drafter.rank} is more than the hidden size of {name} "
-            f"({shape.hidden_size}), a low rank is less"
-        )
+    check_drafter(recipe.drafter, shape, name)
     longest = {"data.distil.max_new_tokens": recipe.data.distil.max_new_tokens}
-    longest["eval.max_new_tokens"] = recipe.eval.max_new_tokens + drafter.heads
+    longest["eval.max_new_tokens"] = recipe.eval.max_new_tokens + recipe.drafter.depth
     for key, answer in longest.items():
         if recipe.data.max_prompt_tokens + answer > shape.max_positions:
             raise UserError(
                 f"{key}: prompts of up to {recipe.data.max_prompt_tokens} tokens and answers of "
                 f"{answer} exceed the {shape.max_positions} positions of {name}; "
                 f"lower it or data.max_prompt_tokens"
+            )
+
+
+def check_drafter(drafter: DrafterConfig, shape: TargetShape, name: str) -> None:
+    """What of a drafter the target's shape rules out."""
+    match drafter:
+        case MedusaConfig(draft_vocab=int(rows)) | DraftModelConfig(draft_vocab=int(rows)) if (
+            rows > shape.vocab_size
+        ):
+            raise UserError(
+                f"drafter.draft_vocab: {rows} is more than the {shape.vocab_size} "
+                f"tokens of {name}; give fewer, or null for all"
+            )
+        case MedusaConfig(projection="low_rank", rank=rank) if rank > shape.hidden_size:
+            raise UserError(
+                f"drafter.rank: {rank} is more than the hidden size of {name} "
+                f"({shape.hidden_size}), a low rank is less"
+            )
+        case DraftModelConfig(models=()) if not shape.layer_parameters:
+            raise UserError(
+                f"drafter.models: {name} has no stack of layers that a shallow copy could be made "
+                "of; name a ready draft model"
+            )
+        case DraftModelConfig(models=(), layers=layers) if layers > shape.layers:
+            raise UserError(
+                f"drafter.layers: {layers} is more than the {shape.layers} of {name}; give fewer"
             )
 
 
@@ -149,12 +193,22 @@ def find_notes(recipe: Recipe, steps: int | None) -> tuple[str, ...]:
         for block, knobs in filters.items()
         if knobs.temperature == 0 and (knobs.top_p < 1 or knobs.top_k > 0)
     ]
-    if steps is not None and optim.warmup_steps >= steps:
+    if steps and optim.warmup_steps >= steps:
         found.append(f"optim.warmup_steps ({optim.warmup_steps}) outlasts the training")
+    if recipe.train.feature_cache and recipe.train.epochs == 1:
+        found.append("train.feature_cache saves no time in one epoch, only in those after it")
     if distil.temperature == 0 and distil.greedy_share > 0:
         found.append(
             "data.distil.greedy_share does nothing at temperature 0, all answers are greedy"
         )
+    match recipe.drafter:
+        case DraftModelConfig(models=(_, *_)):
+            found.append(
+                "drafter.models are ready: layers, embedding, draft_vocab, boosts do nothing"
+            )
+    written = recipe.data.self_written
+    if written.count > 1 and written.temperature == 0:
+        found.append("data.self_written: every turn is the same at temperature 0, one is kept")
     return tuple(found)
 
 
@@ -167,27 +221,6 @@ def check_held_out(recipe: Recipe, prompts: Sequence[object] | None) -> None:
         )
 
 
-def estimate_tokens(recipe: Recipe, lengths: Sequence[int]) -> int:
-    """Tokens of prompts and answers, every answer as long as it may be."""
-    return sum(lengths) + recipe.data.distil.max_new_tokens * len(lengths)
-
-
-def estimate_steps(recipe: Recipe, tokens: int | None) -> int | None:
-    """Optimizer steps, every packed row full."""
-    train = recipe.train
-    if tokens is None:
-        return train.max_steps
-    per_epoch = ceil(ceil(tokens / recipe.data.max_length) / train.rows_per_step)
-    return min(train.epochs * per_epoch, train.max_steps or train.epochs * per_epoch)
-
-
-def trained_parameters(config: MedusaConfig, shape: TargetShape) -> int:
-    """Parameters of the Medusa heads (a test counts the real ones)."""
-    size, rows = shape.hidden_size, config.draft_vocab or shape.vocab_size
-    extra = {"shared": 0, "low_rank": config.rank * (size + rows), "own": rows * size}
-    return config.heads * (size * size + size + extra[config.projection])
-
-
 def device_memory(recipe: Recipe) -> int:
     """Bytes of the device that will train."""
     device = pick_device(recipe.target.device)
@@ -196,15 +229,26 @@ def device_memory(recipe: Recipe) -> int:
     return int(psutil.virtual_memory().total)
 
 
-def estimate_disk(recipe: Recipe, trained: int, tokens: int) -> dict[str, int]:
+def estimate_disk(recipe: Recipe, shape: TargetShape, trained: int, tokens: int) -> dict[str, int]:
     """Bytes that the run will write, by part."""
     kept = recipe.train.keep_checkpoints + 1  # a new one is whole before an old one goes
+    turns = recipe.data.self_written.count * written_length(recipe) * ROW_BYTES
+    features = {"features": estimate_features(recipe, shape, tokens)}
     return {
+        **({"self-written turns": turns} if turns else {}),
         "rows": tokens * ROW_BYTES,
+        **(features if recipe.train.feature_cache else {}),
         "checkpoints": kept * trained * 3 * FULL,
         "drafter": 2 * trained * FULL,  # the new one is whole before the old one goes
         "report and log": 8 << 20,
     }
+
+
+def estimate_features(recipe: Recipe, shape: TargetShape, tokens: int) -> int:
+    """Bytes of the feature cache that are not written yet."""
+    shards = (run_folder(recipe) / "features").glob("shard-*")
+    there = sum(shard.stat().st_size for shard in shards)
+    return max(0, tokens * shape.hidden_size * BYTES[recipe.target.dtype] - there)
 
 
 def free_disk(folder: Path) -> int:
@@ -224,11 +268,13 @@ def free_disk(folder: Path) -> int:
 def check_room(plan: Plan) -> None:
     """Refuse what this machine cannot hold."""
     if sum(plan.disk.values()) > plan.disk_free:
+        cache = " or leave out train.feature_cache" if "features" in plan.disk else ""
         raise UserError(
             f"the run needs {size(sum(plan.disk.values()))} of disk and {size(plan.disk_free)} are "
             "free; free some, give another folder (runs=FOLDER), or lower train.keep_checkpoints"
+            + cache
         )
-    certain = sum(plan.training[part] for part in CERTAIN)
+    certain = plan.training[FROZEN] + plan.training[TRAINED]
     if certain > plan.memory_total:
         raise UserError(
             f"weights, gradients and optimizer need {size(certain)} of memory and the device has "
@@ -263,7 +309,10 @@ def parts(sizes: dict[str, int]) -> list[tuple[str, str]]:
 
 def render(plan: Plan, recipe: Recipe) -> str:
     """The plan as text."""
+    step = "a training step" if recipe.drafter.trained_slots else "use"
     whole = sum(plan.disk.values())
+    count = recipe.data.self_written.count
+    written = f" (up to {count:,} self-written)" if count else ""
     at_most = "" if plan.tokens is None else "at most "
     lines = [
         ("run", str(run_folder(recipe))),
@@ -271,13 +320,14 @@ def render(plan: Plan, recipe: Recipe) -> str:
         ("drafter", f"{recipe.drafter.kind}, {plan.trained:,} parameters trained"),
         (
             "prompts",
-            f"{number(plan.prompts)} to train on, {number(plan.eval_prompts)} to report on",
+            f"{number(plan.prompts)} to train on{written}, {number(plan.eval_prompts)} to report "
+            "on",
         ),
         ("tokens", at_most + number(plan.tokens)),
         ("steps", at_most + number(plan.steps)),
         ("memory", peak(plan, plan.answering, "for a batch of answers", "data.distil.batch_size")),
         *parts(plan.answering),
-        ("", peak(plan, plan.training, "for a training step", "train.rows_per_micro_batch")),
+        ("", peak(plan, plan.training, f"for {step}", "train.rows_per_micro_batch")),
         *parts(plan.training),
         ("disk", f"about {size(whole)}, {size(plan.disk_free)} are free"),
         *parts(plan.disk),

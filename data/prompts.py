@@ -2,10 +2,11 @@
 
 import hashlib
 import json
+import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +22,10 @@ Split = Literal["train", "test"]
 # Where the row stands (for messages to the user), and its fields.
 Row = tuple[str, Mapping[str, Any]]
 
+_OUTER = re.compile(r"^\W+|\W+$")
 FIELDS = ("messages", "conversations", "prompt", "turns")  # what holds the conversation
 KEY_FIELDS = ("key", "id", "question_id")
-EVALUATED = "also an evaluation prompt"  # why a training prompt is dropped
+EVALUATED = "copy of an evaluation prompt"  # why a training prompt is dropped
 KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # of a message, beside its text
 ROLES = {
     "system": "system",
@@ -74,16 +76,32 @@ def load_prompts(
     rows = _rows_of(source, split=split, part=config.split if train else config.eval_split)
     if train and config.grow:
         rows = chain(rows, _numbered("grown", starter.grow(config.grow, seed)))
-    found = collect(rows, {question(prompt.messages) for prompt in evaluated})
+    found = collect(rows, evaluated)
     if not found.prompts:
         raise UserError(f"{source}: no prompt is left. Dropped: {listed(found.dropped)}")
     if train and config.limit is not None:
-        return PromptSet(draw(found.prompts, config.limit, seed), found.dropped)
-    return found
+        found = PromptSet(draw(found.prompts, config.limit, seed), found.dropped)
+    return PromptSet(repeat(found.prompts, config.answers), found.dropped) if train else found
 
 
-def collect(rows: Iterable[Row], evaluated: Set[str] = frozenset()) -> PromptSet:
-    """Rows of any accepted form as prompts; repeated ones and `evaluated` questions are dropped."""
+def repeat(prompts: Sequence[Prompt], answers: int) -> list[Prompt]:
+    """Every prompt so many times: a copy is another key, and so another draw of the answer."""
+    copies = [
+        replace(prompt, key=f"{prompt.key} (answer {number})")
+        for number in range(2, answers + 1)
+        for prompt in prompts
+    ]
+    taken = {prompt.key for prompt in prompts} & {copy.key for copy in copies}
+    if taken:
+        raise UserError(
+            f"data.answers: the key {min(taken)!r} is needed for another answer; rename that prompt"
+        )
+    return [*prompts, *copies]
+
+
+def collect(rows: Iterable[Row], evaluated: Sequence[Prompt] = ()) -> PromptSet:
+    """Rows of any accepted form as prompts; repeated ones and copies of `evaluated` are dropped."""
+    forbidden = {question(prompt.messages) for prompt in evaluated}
     prompts: list[Prompt] = []
     dropped: Counter[str] = Counter()
     keys: set[str] = set()
@@ -99,13 +117,18 @@ def collect(rows: Iterable[Row], evaluated: Set[str] = frozenset()) -> PromptSet
             dropped["duplicate"] += 1
         elif prompt.key in keys:
             dropped["id of another prompt"] += 1
-        elif question(prompt.messages) in evaluated:
+        elif question(prompt.messages) in forbidden:
             dropped[EVALUATED] += 1
         else:
             prompts.append(prompt)
             keys.add(prompt.key)
             contents.add(content)
     return PromptSet(prompts, dropped)
+
+
+def first_key(key: str) -> str:
+    """The key of a prompt's first answer, from the key of any."""
+    return re.sub(r" \(answer [0-9]+\)$", "", key)
 
 
 def draw(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
@@ -128,12 +151,16 @@ def content_key(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def question(messages: Sequence[Message]) -> str:
-    """What is asked, to be compared: all turns but the system's, whatever their case and spacing
-    and however Unicode writes their characters.
-    """
-    turns = [f"{turn['role']} {turn['content']}" for turn in messages if turn["role"] != "system"]
-    return " ".join(unicodedata.normalize("NFKC", "\n".join(turns)).casefold().split())
+def question(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
+    """What is asked, to be compared: who says what, normalised, but for the system."""
+    said = [turn for turn in messages if turn["role"] != "system"]
+    return tuple((turn["role"], normalised(turn["content"])) for turn in said)
+
+
+def normalised(text: str) -> str:
+    """The text in one of Unicode's spellings, without case, spacing and outer punctuation."""
+    folded = unicodedata.normalize("NFKC", text).casefold()
+    return _OUTER.sub("", " ".join(unicodedata.normalize("NFKC", folded).split()))
 
 
 def _rows_of(source: str, *, split: Split, part: str) -> Iterator[Row]:

@@ -2,25 +2,33 @@
 
 from collections import Counter
 from pathlib import Path
+from textwrap import shorten
 
 from draftsmith.data.dataset import Document, training_documents
 from draftsmith.data.distill import distil
-from draftsmith.data.prompts import listed, load_prompts
-from draftsmith.data.render import sample_text
+from draftsmith.data.prompts import Prompt, listed, load_prompts
+from draftsmith.data.render import check_template, sample_text
+from draftsmith.data.self_written import Sieve, find_opening, write_turns
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.schema import Recipe
+
+SAMPLES = 3  # self-written prompts that are shown
 
 
 def prepare(recipe: Recipe, run: Path) -> None:
     """Distil the recipe's prompts into `run/rows`, going on from what is there, and show a row.
 
+    Prompts that the target writes itself join them, by way of `run/self_written`.
     Raises UserError when no row is left to train on.
     """
     evaluated = load_prompts(recipe.data, split="test", seed=recipe.seed).prompts
     prompts = load_prompts(recipe.data, split="train", seed=recipe.seed, evaluated=evaluated)
     tell_dropped("prompts", prompts.dropped)
     target = Target.load(recipe.target)
-    summary = distil(target, prompts.prompts, recipe.data, run / "rows", seed=recipe.seed)
+    asked = prompts.prompts
+    if recipe.data.self_written.count:
+        asked = asked + self_written(target, recipe, asked, evaluated, run / "self_written")
+    summary = distil(target, asked, recipe.data, run / "rows", seed=recipe.seed)
     tell_dropped("prompts", summary.dropped)
     speed = f", {summary.tokens_per_second:,.0f} tokens/s" if summary.made else ""
     print(
@@ -30,6 +38,25 @@ def prepare(recipe: Recipe, run: Path) -> None:
     documents, dropped = training_documents(run / "rows", recipe.data)
     tell_dropped("rows", dropped)
     print(describe(documents, target))
+
+
+def self_written(
+    target: Target,
+    recipe: Recipe,
+    training: list[Prompt],
+    evaluated: list[Prompt],
+    folder: Path,
+) -> list[Prompt]:
+    """Let the target write prompts, show a few, and say why others were dropped."""
+    check_template(target.tokenizer, recipe.data.thinking, name=target.name)
+    opening = find_opening(target, recipe.data.thinking)
+    turns = write_turns(target, opening, recipe.data, folder, seed=recipe.seed)
+    found = Sieve(target.tokenizer, opening.end, training, evaluated).sift(turns)
+    print(f"{len(turns):,} self-written turns sampled, {len(found.prompts):,} kept as prompts")
+    tell_dropped("turns", found.dropped)
+    for prompt in found.prompts[:SAMPLES]:
+        print(f"  {prompt.key}: {shorten(prompt.messages[0]['content'], 160)}")
+    return found.prompts
 
 
 def describe(documents: list[Document], target: Target) -> str:

@@ -1,118 +1,124 @@
-"""The target's key-value cache. The only place that knows how to roll back.
+"""The target's cache. The only place that knows how to roll back."""
 
-transformers' own dynamic layer concatenates on every step, which copies the whole cache for each
-token; these layers write into a buffer that doubles, and rolling back is setting a length.
-"""
-
+import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache
+
+from draftsmith.drafters.cache_layers import (
+    BufferedLayer,
+    Extent,
+    RecurrentLayer,
+    State,
+    layer_like,
+    state_rows,
+)
+from draftsmith.recipes.errors import UserError
 
 
-class BufferedLayer(DynamicLayer):
-    """Keys and values [B, H, S, d] in a buffer that grows by doubling; the newest `length` are
-    live.
-    """
+@dataclass(frozen=True)
+class Mark:
+    """Where a cache was: the lengths of its rows, and the states that cannot be cropped."""
 
-    is_sliding = False
-    is_croppable = True
+    lengths: list[int]
+    states: list[State]  # of every recurrent layer
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.length = 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate for what arrives first, and as much again."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        room = max(64, 2 * key_states.shape[-2])
-        self.key_buffer = new_buffer(key_states, room)
-        self.value_buffer = new_buffer(value_states, room)
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Append, and return everything live. The signature is transformers'."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        end = self.length + key_states.shape[-2]
-        if end > self.key_buffer.shape[-2]:
-            self.key_buffer = grown(self.key_buffer, self.length, 2 * end)
-            self.value_buffer = grown(self.value_buffer, self.length, 2 * end)
-        self.key_buffer[:, :, self.length : end] = key_states
-        self.value_buffer[:, :, self.length : end] = value_states
-        self.length = end
-        return self.live()
-
-    def live(self) -> tuple[Tensor, Tensor]:
-        """Views of the live part."""
-        return self.key_buffer[:, :, : self.length], self.value_buffer[:, :, : self.length]
-
-    def get_seq_length(self, *args: Any) -> int:
-        """Live length (transformers asks for it)."""
-        return self.length
-
-    def get_mask_sizes(self, query_length: Any, *args: Any) -> tuple[int, int]:
-        """Key length and offset after `query_length` more tokens."""
-        count = query_length if isinstance(query_length, int) else int(query_length.shape[0])
-        return self.length + count, 0
-
-    def gather(self, start: int, index: Tensor) -> None:
-        """Move entries start + index to start, start+1, ... and drop what follows."""
-        end = start + index.shape[0]
-        for buffer in (self.key_buffer, self.value_buffer):
-            buffer[:, :, start:end] = buffer[:, :, start + index]
-        self.length = end
-
-    def select(self, rows: Tensor) -> None:
-        """Keep these rows of the batch."""
-        self.key_buffer, self.value_buffer = self.key_buffer[rows], self.value_buffer[rows]
-
-
-def new_buffer(like: Tensor, room: int) -> Tensor:
-    """Uninitialised memory for `room` positions."""
-    return like.new_empty((*like.shape[:2], room, like.shape[-1]))
-
-
-def grown(buffer: Tensor, length: int, room: int) -> Tensor:
-    """A larger copy of the live part."""
-    larger = new_buffer(buffer, room)
-    larger[:, :, :length] = buffer[:, :, :length]
-    return larger
+    def rows(self, rows: Tensor) -> "Mark":
+        """The same of some rows."""
+        lengths = [self.lengths[row] for row in rows.tolist()]
+        return Mark(lengths, [state_rows(state, rows) for state in self.states])
 
 
 class TargetCache:
-    """The cache of one decoding: every row has the same length."""
+    """The cache of one decoding: rows of their own lengths."""
 
-    def __init__(self, layers: int) -> None:
-        self.layers = [BufferedLayer() for _ in range(layers)]
-        self.cache = Cache(layers=list(self.layers))
+    def __init__(self, config: Any) -> None:
+        self.extent = Extent()
+        layers = [layer_like(one, self.extent) for one in DynamicCache(config=config).layers]
+        self.hold(layers)
+
+    def hold(self, layers: list[Any]) -> None:
+        """Take these layers."""
+        self.cache = Cache(layers=layers)
+        self.buffered = [one for one in layers if isinstance(one, BufferedLayer)]
+        self.recurrent = [one for one in layers if isinstance(one, RecurrentLayer)]
+        self.stored = [one for one in layers if isinstance(one, BufferedLayer | RecurrentLayer)]
 
     @property
-    def length(self) -> int:
-        """Cached positions."""
-        return self.layers[0].length
+    def lengths(self) -> list[int]:
+        """Cached positions of every row."""
+        return self.extent.lengths
 
-    def crop(self, length: int) -> None:
-        """Roll back to `length` positions."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"cannot crop a cache of {self.length} positions to {length}")
-        for layer in self.layers:
-            layer.length = length
+    def open(self, batch: int, count: int, device: torch.device) -> Extent:
+        """Before a pass of `count` tokens a row."""
+        self.extent.open(batch, count, device)
+        return self.extent
 
-    def keep(self, start: int, index: Tensor) -> None:
-        """After a tree pass whose nodes lie at start, start+1, ...: keep nodes `index` [P], in that
-        order.
+    def close(self, count: int) -> None:
+        """After the pass: what it wrote is live."""
+        self.extent.set([length + count for length in self.lengths])
+
+    def mark(self, *, states: bool = True) -> Mark:
+        """Where the cache is now, to come back to; without the states, to know the lengths."""
+        return Mark(self.lengths, [layer.save() for layer in self.recurrent if states])
+
+    def restore(self, mark: Mark) -> None:
+        """Forget what came after the mark."""
+        for layer, state in zip(self.recurrent, mark.states, strict=True):
+            layer.load(state)
+        self.extent.set(mark.lengths)
+
+    def crop(self, lengths: list[int]) -> None:
+        """Roll every row back to a length."""
+        if self.recurrent:
+            raise UserError(
+                "linear attention, Mamba and convolution layers have a state that cannot be "
+                "cropped; a draft model needs attention layers alone"
+            )
+        pairs = list(zip(lengths, self.lengths, strict=True))
+        if not all(0 <= new <= length for new, length in pairs):
+            raise ValueError(f"cannot crop rows of {self.lengths} positions to {lengths}")
+        self.extent.set(lengths)
+
+    def keep(self, starts: list[int], path: Tensor, counts: list[int], *, moved: bool) -> None:
+        """After a pass whose nodes lie behind `starts`: keep the first counts[row] nodes of
+        path[row] ([B, P], padded with any node), in that order.
+
+        moved: whether a kept node lies elsewhere than in its place.
         """
-        inorder = torch.equal(index, torch.arange(index.shape[0], device=index.device))
-        if inorder:
-            return self.crop(start + index.shape[0])
-        for layer in self.layers:
-            layer.gather(start, index)
+        if moved:
+            start = torch.tensor(starts, device=path.device)[:, None]
+            rows = torch.arange(len(starts), device=path.device)[:, None]
+            to = start + torch.arange(path.shape[1], device=path.device)
+            for layer in self.buffered:
+                layer.gather(rows, start + path, to)
+        self.crop([start + count for start, count in zip(starts, counts, strict=True)])
 
     def select(self, rows: Tensor) -> None:
-        """Keep these rows of the batch (int64 [b])."""
-        for layer in self.layers:
+        """Keep these rows of the batch (int64 [b], at least one)."""
+        for layer in self.stored:
             layer.select(rows)
+        self.extent.set([self.lengths[row] for row in rows.tolist()])
+
+    def part(self, rows: Tensor) -> "TargetCache":
+        """A cache of copies of these rows."""
+        other = copy.copy(self)
+        other.extent = Extent()
+        other.extent.set(self.lengths)
+        layers = [copy.copy(layer) for layer in self.cache.layers]
+        for layer in layers:
+            if isinstance(layer, BufferedLayer):
+                layer.extent = other.extent
+        other.hold(layers)
+        other.select(rows)
+        return other
+
+    def put(self, rows: Tensor, part: "TargetCache") -> None:
+        """Replace these rows by a part."""
+        for mine, theirs in zip(self.stored, part.stored, strict=True):
+            mine.put(rows, theirs)
+        lengths = dict(zip(rows.tolist(), part.lengths, strict=True))
+        self.extent.set([lengths.get(row, length) for row, length in enumerate(self.lengths)])

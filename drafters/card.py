@@ -10,37 +10,49 @@ tags: [speculative-decoding, {kind}]
 ---
 # {kind} drafter for `{model}`
 
-Trained with draftsmith. It guesses ahead of its target; decoding with it gives the target's own
+Made with draftsmith. It guesses ahead of its target; decoding with it gives the target's own
 output.
 
 | | |
 |---|---|
 | target | `{model}`, weights {origin}, states in {dtype} |
-| slots | {heads} |
-| projection | {projection} |
+{knobs}
 | draft vocabulary | {vocabulary} |
 
 ```
 draftsmith eval PATH_TO_THIS_FOLDER
 ```
 
-Limits: it is fitted to this target's states and chat template; acceptance falls on text unlike its
-training data. vLLM up to 0.32 reads this layout where every slot has an own full-vocabulary
-projection; vLLM 0.33 removed Medusa and SGLang never had it.
+Limits: {limits}
 """
+LIMITS = {
+    "draft_model": "it knows this target's vocabulary. A distilled one is fitted to its answers "
+    "and chat\ntemplate; its folder is a plain Hugging Face model, which `assistant_model` of "
+    "transformers'\n`generate` and servers with a draft model read. They draft from the whole "
+    "vocabulary.",
+    "medusa": "it is fitted to this target's states and chat template; acceptance falls on text "
+    "unlike its\ntraining data. vLLM up to 0.32 reads this layout where every slot has an own "
+    "full-vocabulary\nprojection and reads the state alone; vLLM 0.33 removed Medusa and SGLang "
+    "never had it.",
+    "ngram": "it knows the grams of the answers that it was counted on, and no other server reads "
+    "its\nfile. It belongs to this target's vocabulary.",
+    "prompt_lookup": "it helps where the answer repeats its prompt or itself, and drafts nothing "
+    "elsewhere.\n`prompt_lookup_num_tokens` of transformers' `generate` does the same.",
+}
 
 
 def model_card(meta: dict[str, Any]) -> str:
     """Markdown with Hub metadata, from draftsmith.json."""
     drafter, target, vocab = meta["drafter"], meta["target"], meta["draft_vocab"]
+    shown = {name: value for name, value in drafter.items() if name not in ("kind", "draft_vocab")}
     return CARD.format(
         model=target["model"],
         origin=target["origin"],
         dtype=target["dtype"],
         kind=drafter["kind"],
-        heads=drafter["heads"],
-        projection=drafter["projection"],
+        knobs="\n".join(f"| {name} | {value} |" for name, value in shown.items()),
         vocabulary="all of the target's"
         if vocab is None
         else f"{len(vocab)} rows of the target's head",
+        limits=LIMITS[drafter["kind"]],
     )

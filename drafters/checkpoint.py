@@ -23,13 +23,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftsmith.drafters.card import model_card
-from draftsmith.drafters.medusa import MedusaHeads
-from draftsmith.drafters.methods import CONFIGS, METHODS, build
+from draftsmith.drafters.methods import CONFIGS, Drafter, build
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import sync, write_text
-from draftsmith.recipes.schema import MedusaConfig
+from draftsmith.recipes.schema import DrafterConfig
 
 CONFIG, META, CARD = "config.json", "draftsmith.json", "README.md"
 FORMAT = 1
@@ -37,13 +36,12 @@ FORMAT = 1
 log = logging.getLogger(__name__)
 
 
-def save_drafter(drafter: MedusaHeads, folder: Path, metadata: dict[str, Any]) -> None:
+def save_drafter(drafter: Drafter, folder: Path, metadata: dict[str, Any]) -> None:
     """Write the folder whole or not at all, re-open it and compare every tensor.
 
     metadata: JSON values kept under their names (recipe, target fingerprint, tree, calibration,
     ...).
     """
-    tensors = drafter.native_tensors()
     meta = {
         "format": FORMAT,
         "drafter": drafter.config.model_dump(mode="json"),
@@ -54,19 +52,27 @@ def save_drafter(drafter: MedusaHeads, folder: Path, metadata: dict[str, Any]) -
     sweep(folder)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        weights = temporary / drafter.native_file
-        save_file(tensors, weights, metadata={"format": "pt"})
-        sync(weights)
+        write_weights(temporary, drafter)
+        drafter.native_extras(temporary)
         write_json(temporary / CONFIG, drafter.native_config(meta))
         write_json(temporary / META, meta)
         write_text(temporary / CARD, model_card(meta))
-        compare(load_file(weights), tensors, weights.name)
         replace_folder(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def load_drafter(folder: Path, target: Target) -> MedusaHeads:
+def write_weights(folder: Path, drafter: Drafter) -> None:
+    """The drafter's tensors, if it has any, read back and compared."""
+    if drafter.native_file is None:
+        return
+    weights, tensors = folder / drafter.native_file, drafter.native_tensors()
+    save_file(tensors, weights, metadata={"format": "pt"})
+    sync(weights)
+    compare(load_file(weights), tensors, weights.name)
+
+
+def load_drafter(folder: Path, target: Target) -> Drafter:
     """Rebuild a drafter to decode with, in the target's dtype.
 
     Raises UserError for a broken folder or another target.
@@ -74,20 +80,27 @@ def load_drafter(folder: Path, target: Target) -> MedusaHeads:
     meta = read_metadata(folder)
     check_target(meta, target, folder)
     config = drafter_config(meta)
-    weights = folder / METHODS[config.kind].native_file
-    try:
-        tensors = load_file(weights)
-    except (SafetensorError, OSError) as error:
-        raise broken(folder, error) from error
     ids = None if meta["draft_vocab"] is None else torch.tensor(meta["draft_vocab"])
     drafter = build(config, target, ids)
-    expected = drafter.named_slices()
-    if {k: v.shape for k, v in expected.items()} != {k: v.shape for k, v in tensors.items()}:
-        raise broken(folder, ValueError(f"{weights.name} and {META} describe other tensors"))
-    if not all(bool(torch.isfinite(value).all()) for value in tensors.values()):
-        raise broken(folder, ValueError(f"{weights.name} holds NaN or infinite values"))
-    drafter.load_native(tensors)
+    tensors = read_weights(folder, drafter.native_file)
+    try:
+        drafter.load_native(tensors)
+    except ValueError as error:
+        raise broken(folder, error) from error
     return drafter.to(target.dtype).eval()
+
+
+def read_weights(folder: Path, name: str | None) -> dict[str, Tensor]:
+    """The tensors of a drafter's file; none where it has no file. Raises UserError."""
+    if name is None:
+        return {}
+    try:
+        tensors = load_file(folder / name)
+    except (SafetensorError, OSError) as error:
+        raise broken(folder, error) from error
+    if not all(bool(torch.isfinite(value).all()) for value in tensors.values()):
+        raise broken(folder, ValueError(f"{name} holds NaN or infinite values"))
+    return tensors
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
@@ -126,10 +139,10 @@ def check_metadata(meta: dict[str, Any]) -> None:
         raise ValueError(f"{META} does not describe the target")
     config, ids = drafter_config(meta), check_draft_ids(meta, size)
     if meta.get("tree") is not None:
-        check_tree(meta["tree"], depth=config.heads, rows=size if ids is None else len(ids))
+        check_tree(meta["tree"], depth=config.depth, rows=size if ids is None else len(ids))
 
 
-def drafter_config(meta: dict[str, Any]) -> MedusaConfig:
+def drafter_config(meta: dict[str, Any]) -> DrafterConfig:
     """The drafter's knobs. Raises ValueError for what is none."""
     given = meta.get("drafter")
     kind = given.get("kind") if isinstance(given, dict) else None

@@ -48,3 +48,18 @@ class SeededCoins:
     def flip(self, p: Tensor, q: Tensor, rows: Tensor) -> Tensor:
         """u q < p, strictly: a token of probability 0 is never accepted."""
         return self.uniform(rows) * q < p
+
+
+class SeatedCoins:
+    """The coins of a batch that rows have left: row i goes on with the numbers of seats[i]."""
+
+    def __init__(self, coins: Coins, seats: Tensor) -> None:
+        self.coins, self.seats = coins, seats
+
+    def draw(self, law: Tensor, rows: Tensor) -> Tensor:
+        """One token [b] from every law [b, V]."""
+        return self.coins.draw(law, self.seats[rows])
+
+    def flip(self, p: Tensor, q: Tensor, rows: Tensor) -> Tensor:
+        """True with probability min(1, p / q), [b]."""
+        return self.coins.flip(p, q, self.seats[rows])

@@ -6,20 +6,27 @@ Head k reads the state before the root and guesses the k-th token after the root
 target's own head. W_k is the frozen shared head (default), that plus a low-rank correction, or one
 trained matrix per slot.
 
+The root itself is known when drafting; Medusa's heads do not look at it. With `reads_root` they do:
+`h + SiLU(A_k h + C_k e + b_k)`, e the root's embedding scaled to unit mean square, C_k from zero.
+It is the first of the dependences that Hydra's heads have (Ankner et al., 2402.05109, section 3);
+slots stay independent of each other, so any tree of guesses still costs one pass of the heads.
+
 Files keep FasterDecoding's layout: `{i}.0.linear.weight`, `{i}.0.linear.bias` and, for own
 full-vocabulary heads, `{i}.1.weight`; `config.json` is the superset that vLLM <= 0.32 reads. What
-that layout cannot say (draft vocabulary, low-rank factors) lies under key names of our own.
+that layout cannot say (draft vocabulary, low-rank factors, C_k) lies under key names of our own.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from draftsmith.drafters.projection import slot_logits
-from draftsmith.drafters.proposal import Plan, Proposal, Verdict
+from draftsmith.drafters.layout import last_of
+from draftsmith.drafters.projection import slot_logits, top_tokens
+from draftsmith.drafters.proposal import Draw, Plan, Proposal, Verdict
 from draftsmith.drafters.slots import (
     Batch,
     Head,
@@ -44,8 +51,10 @@ class MedusaHeads(nn.Module):
     """K residual heads; `depth` is K."""
 
     native_file = "medusa_lm_head.safetensors"
+    draws: tuple[Draw, ...] = ()
     rows: Tensor  # [Vq, D], the target's head rows that drafts may use
     draft_ids: Tensor | None  # [Vq] their target ids; None: all
+    embedding: Tensor  # [V, D], the target's; held where heads read the root
 
     def __init__(self, config: MedusaConfig, target: Target, draft_ids: Tensor | None) -> None:
         super().__init__()
@@ -53,12 +62,17 @@ class MedusaHeads(nn.Module):
         size = target.hidden_size
         self.weight = nn.Parameter(torch.zeros(config.heads, size, size))  # [K, D, D]
         self.bias = nn.Parameter(torch.zeros(config.heads, size))  # [K, D]
+        self.root_weight: nn.Parameter | None = None  # [K, D, D]
+        if config.reads_root:
+            self.root_weight = nn.Parameter(torch.zeros(config.heads, size, size))
+            self.register_buffer("embedding", target.embedding, persistent=False)  # [V, D]
         rows = (
             target.head_weight
             if draft_ids is None
             else target.head_weight[draft_ids.to(target.device)]
         )
         self.register_buffer("rows", rows.detach(), persistent=False)  # [Vq, D]
+        self.width = rows.shape[0]
         self.register_buffer("draft_ids", draft_ids, persistent=False)  # [Vq] or None
         self.down: nn.Parameter | None = None  # [K, R, D]
         self.own: nn.Parameter | None = None  # [K, Vq, R or D]
@@ -73,11 +87,15 @@ class MedusaHeads(nn.Module):
         shared = None if self.config.projection == "own" else self.rows
         return Head(shared, self.own, self.draft_ids)
 
-    def states(self, hidden: Tensor) -> Tensor:
-        """Target states [N, D] -> slot states [N, K, D (+ R)]."""
+    def states(self, hidden: Tensor, roots: Tensor) -> Tensor:
+        """Target states [N, D] before the roots [N] (token ids) -> slot states [N, K, D (+ R)]."""
         hidden = hidden.to(self.weight.dtype)
         # One matrix product for all heads: a batched one is ten times slower in bf16 on CPUs.
         turned = nn.functional.linear(hidden, self.weight.flatten(0, 1), self.bias.flatten())
+        if self.root_weight is not None:
+            seen = self.embedding[roots].to(hidden.dtype)
+            seen = nn.functional.rms_norm(seen, seen.shape[-1:])
+            turned = turned + nn.functional.linear(seen, self.root_weight.flatten(0, 1))
         state: Tensor = hidden[:, None] + nn.functional.silu(turned).view(-1, *self.bias.shape)
         if self.down is None:
             return state
@@ -87,18 +105,38 @@ class MedusaHeads(nn.Module):
 
     def slots(self, batch: Batch, states: TargetStates, roots: Roots) -> SlotStates:
         """The training waist: one group per root."""
-        hidden = self.states(before_roots(states.final, roots))
+        tokens = batch.ids[roots.row, roots.position]
+        hidden = self.states(before_roots(states.final, roots), tokens)
         return SlotStates(hidden, self.head(), label_slots(batch, roots, self.depth))
 
-    def start(self, ids: Tensor, states: TargetStates) -> MedusaState:
-        """After prefill: a prompt [B, T] and its states [B, T, D]; the heads read the last one."""
-        return MedusaState(states.final[:, -1])
+    def guesses(
+        self,
+        batch: Batch,
+        states: TargetStates,
+        roots: Roots,
+        *,
+        slots: int,
+        count: int,
+        chunk: int,
+    ) -> Tensor:
+        """The best guesses of slots 1..`slots` of every root, [N, slots, count]."""
+        head = self.head()
+        head = Head(head.shared, None if head.own is None else head.own[:slots], head.ids)
+        tokens = batch.ids[roots.row, roots.position]
+        hidden = self.states(before_roots(states.final, roots), tokens)[:, :slots]
+        return top_tokens(hidden, head, count, chunk=chunk, adjust=self.adjust)
+
+    def start(self, ids: Tensor, lengths: Tensor, states: TargetStates) -> MedusaState:
+        """After prefill, ids [B, T]: the heads read the state at the prompt's last token."""
+        return MedusaState(last_of(states.final, lengths))
 
     @torch.no_grad()
     def propose(self, state: MedusaState, root: Tensor, plan: Plan) -> Proposal:
         """Point-mass guesses of every slot, laid out as the tree (on the drafter's device)."""
         batch, tree = root.shape[0], plan.tree
-        logits = slot_logits(self.states(state.hidden), self.head(), self.adjust)  # [B, K, Vq]
+        logits = slot_logits(
+            self.states(state.hidden, root), self.head(), self.adjust
+        )  # [B, K, Vq]
         best = logits.topk(tree.width, dim=-1).indices  # [B, K, S]
         if self.draft_ids is not None:
             best = self.draft_ids[best]
@@ -115,6 +153,14 @@ class MedusaHeads(nn.Module):
         rows = torch.arange(verdict.length.shape[0], device=verdict.length.device)
         return MedusaState(states.final[rows, verdict.length])
 
+    def select(self, state: MedusaState, rows: Tensor) -> MedusaState:
+        """These rows of the batch."""
+        return MedusaState(state.hidden[rows])
+
+    def assistance(self) -> dict[str, Any] | None:
+        """None: transformers cannot draft with heads."""
+        return None
+
     def cache_bytes_per_token(self) -> int:
         """None: the heads carry one state per row, however long the context."""
         return 0
@@ -125,6 +171,8 @@ class MedusaHeads(nn.Module):
         for i in range(self.depth):
             views[f"{i}.0.linear.weight"] = self.weight[i]
             views[f"{i}.0.linear.bias"] = self.bias[i]
+            if self.root_weight is not None:
+                views[f"{i}.root.weight"] = self.root_weight[i]
             if self.own is not None:
                 views[self.own_key(i)] = self.own[i]
             if self.down is not None:
@@ -143,8 +191,11 @@ class MedusaHeads(nn.Module):
 
     @torch.no_grad()
     def load_native(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `native_tensors` gave; names and shapes must be the same."""
-        for name, view in self.named_slices().items():
+        """Take over what `native_tensors` gave. Raises ValueError for other names or shapes."""
+        expected = self.named_slices()
+        if {k: v.shape for k, v in expected.items()} != {k: v.shape for k, v in tensors.items()}:
+            raise ValueError(f"{self.native_file} holds other tensors than its drafter has")
+        for name, view in expected.items():
             view.copy_(tensors[name])
 
     def native_config(self, meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,3 +213,6 @@ class MedusaHeads(nn.Module):
             "base_model_name_or_path": meta["target"]["model"],
             "version": "2",
         }
+
+    def native_extras(self, folder: Path) -> None:
+        """None."""

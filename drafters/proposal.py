@@ -17,7 +17,8 @@ class Proposal:
     """A tree of drafted tokens. Node 0 is the root (committed); node j >= 1 is `tokens[:, j-1]`.
 
     `parent[:, j-1] < j` is node j's parent. `q` is the law each token was really drawn from, given
-    its earlier siblings; None is a point mass. `draw` says how every sibling group was drawn.
+    its earlier siblings; None is a point mass. `draw` says how every sibling group was drawn, in
+    the order of the nodes. Whether a node is valid must not depend on the token drawn for it.
     """
 
     tokens: Tensor  # [B, M] int64
@@ -25,6 +26,15 @@ class Proposal:
     valid: Tensor  # [B, M] bool
     q: Tensor | None = None  # [B, M, Vq]
     draw: Draw = "point"
+    ids: Tensor | None = None  # [Vq] target ids of q's columns, which is 0 elsewhere; None: all
+
+    def law(self, rows: Tensor, node: Tensor, width: int) -> Tensor:
+        """q of a node [b] of each of these rows [b] over the target's vocabulary: [b, width]."""
+        assert self.q is not None, "a point mass has no q"
+        q = self.q[rows, node - 1]
+        if self.ids is None:
+            return q
+        return q.new_zeros((len(rows), width)).index_copy_(1, self.ids, q)
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a drafter is asked to draft: the shape, the law of sampled drafts, and the coins.
+    """How a drafter is asked to draft: the shape, the law of sampled drafts, the coins, and how
+    siblings are drawn (`point`: the likeliest tokens, nothing is drawn).
 
     A drafter whose guesses are fixed reads the shape alone and answers with draw `point`.
     """
@@ -46,3 +57,4 @@ class Plan:
     tree: Tree
     sampling: Sampling
     coins: Coins
+    draw: Draw = "point"

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+NO_GUESS = -1  # where a drafter's guesses end: no token
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -20,11 +22,14 @@ class Batch:
     positions: Tensor  # [B, T] int64, restarting at every document
     documents: Tensor  # [B, T] int64
     supervised: Tensor  # [B, T] bool
+    known: Tensor | None = None  # [B, T] bool: tokens that are no labels, another drafter has them
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device."""
         parts = (self.ids, self.positions, self.documents, self.supervised)
-        return Batch(*(part.to(device, non_blocking=True) for part in parts))
+        known = None if self.known is None else self.known.to(device, non_blocking=True)
+        moved = [part.to(device, non_blocking=True) for part in parts]
+        return Batch(moved[0], moved[1], moved[2], moved[3], known)
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,8 @@ def label_slots(batch: Batch, roots: Roots, depth: int) -> SlotLabels:
     row = roots.row[:, None].expand_as(at)
     same = batch.documents[row, at] == batch.documents[roots.row, roots.position][:, None]
     valid = (inside & same & batch.supervised[row, at]).cumprod(dim=1).bool()
+    if batch.known is not None:
+        valid = valid & ~batch.known[row, at]
     label = torch.where(valid, batch.ids[row, at], 0)
     return SlotLabels(label, row, at - 1, valid)
 
@@ -108,6 +115,32 @@ def label_slots(batch: Batch, roots: Roots, depth: int) -> SlotLabels:
 def before_roots(states: Tensor, roots: Roots) -> Tensor:
     """The state just before every root, [N, D] from [B, T, D]: what Medusa and MTP read."""
     return states[roots.row, roots.position - 1]
+
+
+def guessed(batch: Batch, guess: Tensor) -> Tensor:
+    """Which tokens [B, T] are the guess [B, T] at the position before, in the same document."""
+    found = torch.zeros_like(batch.supervised)
+    found[:, 1:] = guess[:, :-1] == batch.ids[:, 1:]
+    return found & (batch.positions > 0)
+
+
+def texts_to_roots(batch: Batch, roots: Roots) -> list[Tensor]:
+    """Every root's document up to and with the root, [T] each on the CPU."""
+    ids, positions = batch.ids.cpu(), batch.positions.cpu()
+    return [
+        ids[row, at - int(positions[row, at]) : at + 1]
+        for row, at in zip(roots.row.tolist(), roots.position.tolist(), strict=True)
+    ]
+
+
+def tokens_up_to(batch: Batch, count: int, *, fill: int) -> Tensor:
+    """The last `count` tokens up to and with every position, [B, T, count]; `fill` where its
+    document has fewer.
+    """
+    back = torch.arange(count - 1, -1, -1, device=batch.ids.device)
+    at = torch.arange(batch.ids.shape[1], device=batch.ids.device)[:, None] - back  # [T, count]
+    inside = batch.positions[..., None] >= back
+    return torch.where(inside, batch.ids[:, at.clamp(min=0)], fill)
 
 
 def before_output(states: Tensor, row: int, *, prompt: int, output: int) -> Tensor:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,19 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.drafters.builtin import BUILTINS, builtin_config, builtin_folder
-from draftsmith.drafters.cache import TargetCache
+from draftsmith.drafters.cache import Mark, TargetCache
 from draftsmith.drafters.content import folder_content
+from draftsmith.drafters.layout import Nodes, chain_nodes
+from draftsmith.drafters.reach import layer_types, mask_refusal, masks, reaches
 from draftsmith.drafters.slots import Batch, TargetStates
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import user_path
 from draftsmith.recipes.schema import TargetConfig
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-ROLLBACK_LAYERS = {"full_attention", "sliding_attention"}
+RECURRENT = {"linear_attention", "conv", "hybrid"}  # layer types with a state that has no positions
+STATELESS = {"moe", "mlp"}
+OWN_CACHE = {"minimax"}  # families that take no cache but their own
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,8 @@ class TargetShape:
     max_positions: int
     cached_numbers: int  # keys and values of one position, in all layers
     parameters: int
+    layer_parameters: tuple[int, ...]  # of every decoder layer; empty where they are no stack
+    embedding_parameters: int  # and of the head, where it is not tied to the embedding
     template: str | None
 
 
@@ -58,16 +65,22 @@ class Target:
         model.requires_grad_(False)
         model.eval()
         self.base = model.get_decoder()
+        if self.base is model:  # Llama 4's is not where transformers looks
+            self.base = model.model
         self.config = model.config.get_text_config()
         self.head_weight: Tensor = model.get_output_embeddings().weight  # [V, D]
+        self.embedding: Tensor = model.get_input_embeddings().weight  # [V, D]
         self.vocab_size, self.hidden_size = self.head_weight.shape
         self.layers = int(self.config.num_hidden_layers)
         self.dtype, self.device = self.head_weight.dtype, self.head_weight.device
         self.eos_ids = eos_ids(model, tokenizer)
         self.adjust = logit_adjustment(self.config.to_dict())
+        self.reach = reaches(self.config)
+        self.layer_types = set(layer_types(self.config) or ())
         # transformers renamed `past_key_values` to `cache`; both are in the supported range.
         parameters = inspect.signature(self.base.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self.takes_cache = self.cache_argument in parameters
         self.check_weights()
         self.check_head()
 
@@ -98,77 +111,190 @@ class Target:
     @torch.no_grad()
     def states(self, batch: Batch, taps: tuple[int, ...] = ()) -> TargetStates:
         """States of packed rows. Without mask and cache, transformers separates documents by their
-        restarting positions, for full and for sliding attention. Taps are 0-based layer outputs."""
+        restarting positions, for full, sliding and chunked attention; documents of a target with
+        recurrent states get rows of their own. Taps are 0-based layer outputs."""
+        if self.layer_types & RECURRENT and bool((batch.documents > 0).any()):
+            return self.states_by_document(batch, taps)
         stack = self.decoder_layers() if taps else nn.ModuleList()
         with tapped(stack, taps, self.layers) as layers:
             output = self.base(input_ids=batch.ids, position_ids=batch.positions, use_cache=False)
         stacked = torch.cat([layers[i] for i in taps], dim=-1) if taps else None
         return TargetStates(output.last_hidden_state, stacked)
 
+    def states_by_document(self, batch: Batch, taps: tuple[int, ...]) -> TargetStates:
+        """`states` with one row per document, padded at the end; states of padding are 0."""
+        row, column = (batch.documents >= 0).nonzero(as_tuple=True)
+        names = torch.stack([row, batch.documents[row, column]])
+        position, number = batch.positions[row, column], names.unique(dim=1, return_inverse=True)[1]
+        ids = batch.ids.new_zeros((int(number.max()) + 1, int(position.max()) + 1))
+        ids[number, position] = batch.ids[row, column]
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        states = self.states(Batch(ids, positions, torch.zeros_like(ids), ids > 0), taps)
+
+        def repacked(one: Tensor) -> Tensor:
+            packed = one.new_zeros((*batch.ids.shape, one.shape[-1]))
+            packed[row, column] = one[number, position]
+            return packed
+
+        layers = None if states.layers is None else repacked(states.layers)
+        return TargetStates(repacked(states.final), layers)
+
     def decoder_layers(self) -> nn.ModuleList:
         """The stack of decoder layers."""
-        for module in self.base.children():
-            if isinstance(module, nn.ModuleList) and len(module) == self.layers:
-                return module
-        raise UserError(
-            f"{self.name}: no stack of {self.layers} decoder layers found; taps need one"
-        )
+        stack = layer_stack(self.base, self.layers)
+        if stack is None:
+            raise UserError(
+                f"{self.name}: no stack of {self.layers} decoder layers found; taps and shallow "
+                "copies need one"
+            )
+        return stack
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final states [..., D] -> logits [..., V] with the model's own scale and soft-cap."""
         return self.adjust(nn.functional.linear(hidden, self.head_weight))
 
     @torch.no_grad()
-    def step(
-        self, ids: Tensor, positions: Tensor, cache: TargetCache, mask: Tensor | None = None
-    ) -> Tensor:
-        """Feed ids [B, M] after what is cached; returns final states [B, M, D].
+    def step(self, ids: Tensor, cache: TargetCache, nodes: Nodes | None = None) -> Tensor:
+        """Feed ids [B, M] behind what every row has cached; returns final states [B, M, D].
 
-        mask [B, 1, M, S+M] bool (True: visible), S cached positions; None: causal.
+        nodes: how the fed tokens lie; None: each follows the one before it.
         """
-        total = cache.length + ids.shape[1]
-        window = self.window()
-        if mask is not None and window is not None and total > window:
-            raise UserError(
-                f"{self.name} attends to a window of {window} positions and {total} are needed; "
-                "trees and batched generation need the whole context inside the window: "
-                "shorten the prompts or the answers"
-            )
+        if cache.recurrent and any(cache.lengths):
+            self.check_recurrent(ids, nodes)
+        return self.feed(ids, cache, nodes)
+
+    @torch.no_grad()
+    def feed(self, ids: Tensor, cache: TargetCache, nodes: Nodes | None = None) -> Tensor:
+        """`step` without its checks."""
+        batch, count = ids.shape
+        nodes = nodes or chain_nodes(count, ids.device)
+        extent = cache.open(batch, count, ids.device)
+        positions = extent.starts + nodes.depth
+        # On CPUs torch attends twice as slowly without a mask, where there are several rows (a step
+        # of 64 rows at a context of 200: 0.51 s and 0.22 s).
+        several = batch > 1 and extent.longest > 0 and self.device.type == "cpu"
+        always = several and mask_refusal(self.config) is None
+        where = extent.starts, extent.longest
+        mask = masks(self.reach, nodes, positions, *where, always=always)
         output = self.base(
             input_ids=ids,
             position_ids=positions,
-            attention_mask=self.as_attention_mask(mask),
+            attention_mask=None if mask is None else self.as_attention_mask(mask),
             use_cache=True,
             **{self.cache_argument: cache.cache},
         )
+        cache.close(count)
         return output.last_hidden_state  # type: ignore[no-any-return]
 
-    def as_attention_mask(self, mask: Tensor | None) -> Tensor | None:
-        """Eager attention adds its mask to the scores: False becomes the lowest number."""
-        if mask is None or self.config._attn_implementation != "eager":
-            return mask
-        return torch.zeros_like(mask, dtype=self.dtype).masked_fill(
-            ~mask, torch.finfo(self.dtype).min
+    def prefill(self, ids: Tensor, lengths: Tensor, cache: TargetCache) -> Tensor:
+        """Feed prompts [B, T] of these lengths [B] to an empty cache; final states [B, T, D].
+
+        Padding is at the end, where nothing that is causal looks: its states mean nothing.
+        """
+        cache.extent.set([0] * len(ids))
+        before = cache.mark()
+        final = self.step(ids, cache)
+        self.settle(cache, before, ids, lengths.tolist())
+        return final
+
+    def check_recurrent(self, ids: Tensor, nodes: Nodes | None) -> None:
+        """Refuse what recurrent states cannot follow."""
+        kinds = ", ".join(sorted(self.layer_types & RECURRENT))
+        if nodes is not None and nodes.visible is not None:
+            raise UserError(
+                f"{self.name} has {kinds} layers, whose state follows one path of tokens; give a "
+                "drafter that drafts chains, not trees"
+            )
+        if ids.shape[1] > 1 and not self.continues:
+            raise UserError(
+                f"{self.name} forgets the state of its {kinds} layers where several tokens follow "
+                "a cached context, as transformers' Mamba-1 does; it cannot verify drafts"
+            )
+
+    @cached_property
+    def continues(self) -> bool:
+        """Whether several tokens behind a cached context get the states that they get one by one,
+        as far as this precision can tell.
+        """
+        ids = torch.arange(6, device=self.device)[None] % self.vocab_size
+        whole, together, one_by_one = (
+            torch.cat([self.feed(piece, cache) for piece in ids.split(sizes, dim=1)], dim=1)[:, 2:]
+            for sizes, cache in (
+                ([6], self.new_cache()),
+                ([2, 4], self.new_cache()),
+                ([2, 1, 1, 1, 1], self.new_cache()),
+            )
         )
+        rounding = (whole - one_by_one).norm()
+        return bool((together - one_by_one).norm() <= 4 * rounding + 1e-4 * one_by_one.norm())
+
+    def as_attention_mask(self, found: dict[str, Tensor]) -> Tensor | dict[str, Tensor | None]:
+        """Masks by layer type as the model takes them: one tensor where all layers agree, else a
+        dictionary, which every family with layer types takes.
+        """
+        refusal = mask_refusal(self.config)
+        if refusal is not None:
+            raise UserError(f"{self.name}: {refusal}, which trees and batches of unequal rows need")
+        kinds = {kind: self.added(mask) for kind, mask in found.items()}
+        if len(set(map(id, found.values()))) == 1:
+            return next(iter(kinds.values()))
+        return {kind: kinds.get(kind) for kind in self.layer_types}
+
+    def added(self, mask: Tensor) -> Tensor:
+        """Eager attention adds its mask to the scores: False becomes the lowest number."""
+        if self.config._attn_implementation != "eager":
+            return mask
+        low = torch.finfo(self.dtype).min
+        return torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, low)
 
     def new_cache(self) -> TargetCache:
-        """An empty cache. Refuses models whose state cannot be rolled back."""
-        kinds = set(self.config.to_dict().get("layer_types") or ["full_attention"])
-        if kinds - ROLLBACK_LAYERS:
+        """An empty cache. Refuses models whose state we cannot keep."""
+        unknown = self.layer_types - set(self.reach) - RECURRENT - STATELESS
+        if unknown or self.config.model_type in OWN_CACHE or not self.takes_cache:
+            what = f"{', '.join(sorted(unknown))} layers" if unknown else "a cache of its own kind"
             raise UserError(
-                f"{self.name} has {', '.join(sorted(kinds - ROLLBACK_LAYERS))} layers, whose "
-                "state cannot be rolled back; decoding supports full and sliding-window attention"
+                f"{self.name} has {what}, whose state cannot be rolled back; decoding supports "
+                "full, sliding-window, chunked and linear attention, Mamba and convolutions"
             )
-        return TargetCache(self.layers)
+        return TargetCache(self.model.config)
 
-    def window(self) -> int | None:
-        """Sliding window in positions, if any layer has one."""
-        config = self.config.to_dict()
-        kinds = config.get("layer_types")
-        if kinds is None:  # older families slide on every layer where a window is set
-            kinds = ["sliding_attention"]
-        window: int | None = config.get("sliding_window") if "sliding_attention" in kinds else None
-        return window
+    def settle(
+        self,
+        cache: TargetCache,
+        before: Mark,
+        ids: Tensor,
+        counts: list[int],
+        path: Tensor | None = None,
+    ) -> int:
+        """After a pass over ids [B, M] from `before`: keep the first counts[row] nodes of path[row]
+        ([B, P], padded with any node; None: the nodes as they came). Returns how many more passes
+        that took: a state that cannot be cropped is put back and fed again.
+        """
+        if cache.recurrent:
+            return self.replay(cache, before, ids, counts)
+        if path is None:
+            cache.crop([n + count for n, count in zip(before.lengths, counts, strict=True)])
+        else:
+            cache.keep(before.lengths, path, counts, moved=True)
+        return 0
+
+    def replay(self, cache: TargetCache, before: Mark, ids: Tensor, counts: list[int]) -> int:
+        """Put rows back that keep less than all of ids [B, M], and feed them what they keep: one
+        pass for all rows that keep as many. Returns the number of passes.
+        """
+        short = sorted({count for count in counts if count < ids.shape[1]})
+        if short and len(set(counts)) == 1:
+            cache.restore(before)
+            self.step(ids[:, : counts[0]], cache)
+            return 1
+        for count in short:
+            alike = [row for row, one in enumerate(counts) if one == count]
+            rows = torch.tensor(alike, device=ids.device)
+            part = cache.part(rows)
+            part.restore(before.rows(rows))
+            self.step(ids[rows, :count], part)
+            cache.put(rows, part)
+        return len(short)
 
     @torch.no_grad()
     def check_weights(self) -> None:
@@ -203,6 +329,12 @@ class Target:
                 "unknown logit scale, a head bias or a padded head); supported: logit_scale, "
                 "logits_scaling, final_logit_softcapping"
             )
+
+
+def layer_stack(base: Any, layers: int) -> nn.ModuleList | None:
+    """A decoder's stack of so many layers, if it has one."""
+    found = (one for one in base.children() if isinstance(one, nn.ModuleList))
+    return next((stack for stack in found if len(stack) == layers), None)
 
 
 @contextmanager
@@ -376,7 +508,9 @@ def shape_of(config: Any, template: Any, *, trust_remote_code: bool = False) -> 
     values = text.to_dict()
     heads = values.get("num_key_value_heads") or text.num_attention_heads
     size = values.get("head_dim") or text.hidden_size // text.num_attention_heads
-    head = model.get_output_embeddings().weight
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    stack = layer_stack(model.get_decoder(), text.num_hidden_layers) or nn.ModuleList()
+    tied = bool(text.tie_word_embeddings)
     return TargetShape(
         vocab_size=head.shape[0],
         hidden_size=head.shape[1],
@@ -384,5 +518,7 @@ def shape_of(config: Any, template: Any, *, trust_remote_code: bool = False) -> 
         max_positions=text.max_position_embeddings,
         cached_numbers=2 * text.num_hidden_layers * heads * size,
         parameters=sum(p.numel() for p in model.parameters()),
+        layer_parameters=tuple(sum(p.numel() for p in layer.parameters()) for layer in stack),
+        embedding_parameters=embedding.numel() + (0 if tied else head.numel()),
         template=template if template is None or isinstance(template, str) else str(template),
     )

@@ -7,6 +7,7 @@ every parent.
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -79,6 +80,13 @@ def check_paths(paths: tuple[Path, ...]) -> None:
 def chain(depth: int) -> Tree:
     """The best guess of every slot."""
     return Tree(tuple((0,) * length for length in range(1, depth + 1)))
+
+
+def expansion(widths: Sequence[int]) -> Tree:
+    """Every node of depth k-1 has widths[k-1] children (SpecInfer's <k1, k2, ..>)."""
+    ranks = [range(width) for width in widths]
+    depths = range(1, len(widths) + 1)
+    return Tree(tuple(path for depth in depths for path in product(*ranks[:depth])))
 
 
 def search_tree(accuracy: Sequence[Sequence[float]], nodes: int) -> Tree:

@@ -27,6 +27,7 @@ from draftsmith.eval.summary import (
     mean_milliseconds,
     percentiles,
     prompt_totals,
+    rounds_of,
     speedup,
     speedup_interval,
     tau_by_category,
@@ -75,12 +76,14 @@ def check_arm(
     answers = answers_of(trials, prompts)
     lossless, sentence = judge(target, arm, answers, memory)
     alpha = tau = None
-    if arm.drafter is not None:
-        alpha = first_slot_alpha(target, arm.drafter, answers, arm.sampling)
-        if arm.baseline not in memory.tables:
+    if arm.drafter is not None and arm.drafter.config.walks:
+        drawn = arm.draw != "point"
+        alpha = first_slot_alpha(target, arm.drafter, answers, arm.sampling, drawn=drawn)
+        if not drawn and arm.baseline not in memory.tables:
             documents = documents_of(plain, prompts, greedy=arm.sampling.greedy)
             memory.tables[arm.baseline] = recipe_ranks(recipe, target, arm.drafter, documents)
-        tau = walk(memory.tables[arm.baseline], arm.tree).total.tau_micro or None
+        if not drawn:  # a text does not say which drafts were drawn
+            tau = walk(memory.tables[arm.baseline], arm.tree).total.tau_micro or None
     return Verdicts(lossless, sentence, alpha, tau)
 
 
@@ -163,7 +166,7 @@ def arm_report(
         name=arm.name,
         engine=arm.engine,
         drafter=kind if drafted else None,
-        rule=arm.rule,
+        rule=arm.acceptance,
         temperature=arm.sampling.temperature,
         top_p=arm.sampling.top_p,
         top_k=arm.sampling.top_k,
@@ -182,7 +185,9 @@ def arm_report(
         speedup=speedup(baseline, timed),
         speedup_interval=speedup_interval(baseline, timed),
         speedup_with_prefill=speedup(whole_baseline, whole),
-        predicted_speedup=None if cost is None or tau is None else predicted_speedup(tau, cost),
+        predicted_speedup=None
+        if cost is None or tau is None
+        else predicted_speedup(tau, cost, drafted=drafted_share(trials)),
         tau_micro=tau,
         tau_macro=tau_macro(trials),
         tau_walk=verdicts.tau_walk,
@@ -191,13 +196,19 @@ def arm_report(
         conditional_acceptance=slots.conditional,
         joint_acceptance=slots.joint,
         reached=slots.reached,
-        lossless=verdicts.lossless,
+        lossless=verdicts.lossless if arm.rule.lossless else "by design not",
         check=verdicts.sentence,
         milliseconds=mean_milliseconds(trials),
         token_ms=percentiles(token_seconds(trials)),
         request_ms=percentiles([t.decoded.prefill_s + t.decoded.decode_s for t in trials]),
         drafter_bytes=drafter_bytes(arm.drafter, target),
     )
+
+
+def drafted_share(trials: Sequence[Trial]) -> float:
+    """The share of rounds that had drafts."""
+    rounds = rounds_of(trials)
+    return sum(turn.drafted > 0 for turn in rounds) / len(rounds) if rounds else 1.0
 
 
 def tree_paths(tree: Tree | None) -> list[list[int]] | None:
@@ -209,11 +220,12 @@ def drafter_bytes(drafter: Drafter | None, target: Target) -> dict[str, int]:
     """Memory that the drafter adds: parameters and buffers that are not the target's own."""
     if not isinstance(drafter, nn.Module):
         return {"weights": 0, "cache_per_token": 0}
-    shared = target.head_weight.untyped_storage().data_ptr()
+    own = list(target.model.parameters())
+    shared = {tensor.untyped_storage().data_ptr() for tensor in own}
     held: dict[int, int] = {}
     for tensor in [*drafter.parameters(), *drafter.buffers()]:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() != shared:
+        if storage.data_ptr() not in shared:
             held[storage.data_ptr()] = storage.nbytes()
     return {"weights": sum(held.values()), "cache_per_token": drafter.cache_bytes_per_token()}
 

@@ -3,14 +3,21 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from draftsmith.drafters.methods import Drafter
-from draftsmith.drafters.projection import slot_logits
+from draftsmith.drafters.methods import Drafter, Drawing
 from draftsmith.drafters.sampler import Sampling, standardise
-from draftsmith.drafters.slots import Batch, Head, TargetStates, all_roots, before_output
+from draftsmith.drafters.slots import (
+    NO_GUESS,
+    Batch,
+    TargetStates,
+    all_roots,
+    before_output,
+    label_slots,
+)
 from draftsmith.drafters.target import Target
 
 TOKENS_AT_ONCE = 8192  # of a padded batch: bounds the memory of a pass
@@ -146,18 +153,24 @@ def output_logits(target: Target, answers: Sequence[Answer]) -> Iterator[tuple[i
 
 @torch.no_grad()
 def first_slot_alpha(
-    target: Target, drafter: Drafter, answers: Sequence[Answer], sampling: Sampling
+    target: Target,
+    drafter: Drafter,
+    answers: Sequence[Answer],
+    sampling: Sampling,
+    *,
+    drawn: bool = False,
 ) -> float | None:
-    """Leviathan's alpha: mean of p(first slot's best guess) over every context of the outputs.
+    """Leviathan's alpha: mean of sum(min(p, q)) over every context of the outputs.
 
-    A point-mass draft y has sum(min(p, q)) = p(y). A context counts whether or not a round started
-    there.
+    q is the first slot's; a point-mass draft y has p(y). A context counts whether or not a round
+    started there. drawn: whether drafts are drawn from q.
     """
+    measure_overlap = drawn_overlap if drawn else slot_overlap
     total, count = 0.0, 0
     for group in grouped(answers):
         batch = batch_of(target, [answers[index] for index in group])
         states = target.states(batch)
-        overlap, n = slot_overlap(target, drafter, batch, states, sampling)
+        overlap, n = measure_overlap(target, drafter, batch, states, sampling)
         total, count = total + overlap, count + n
     return total / count if count else None
 
@@ -165,20 +178,36 @@ def first_slot_alpha(
 def slot_overlap(
     target: Target, drafter: Drafter, batch: Batch, states: TargetStates, sampling: Sampling
 ) -> tuple[float, int]:
-    """Sum of p(first guess) and number of contexts in a batch."""
-    slots = drafter.slots(batch, states, all_roots(batch))
-    groups = torch.nonzero(slots.labels.valid[:, 0])[:, 0]
-    head = slots.head
-    head = Head(head.shared, None if head.own is None else head.own[:1], head.ids)
+    """Sum of p(first guess) and number of contexts in a batch; without a guess nothing overlaps."""
+    roots = all_roots(batch)
+    labels = label_slots(batch, roots, 1)
+    guess = drafter.guesses(batch, states, roots, slots=1, count=1, chunk=LOGITS_AT_ONCE)[:, 0, 0]
+    groups = torch.nonzero(labels.valid[:, 0] & (guess != NO_GUESS))[:, 0]
     total = 0.0
     for start in range(0, len(groups), LOGITS_AT_ONCE):
         chosen = groups[start : start + LOGITS_AT_ONCE]
-        guess = slot_logits(slots.hidden[chosen, :1], head, target.adjust)[:, 0].argmax(-1)  # [n]
-        guess = guess if head.ids is None else head.ids[guess]
-        labels = slots.labels
         context = states.final[labels.teacher_row[chosen, 0], labels.teacher_position[chosen, 0]]
         p = standardise(target.logits(context).float(), sampling)  # [n, V]
-        total += float(p.gather(1, guess[:, None]).sum())
+        total += float(p.gather(1, guess[chosen][:, None]).sum())
+    return total, int(labels.valid.sum())
+
+
+def drawn_overlap(
+    target: Target, drafter: Drafter, batch: Batch, states: TargetStates, sampling: Sampling
+) -> tuple[float, int]:
+    """Sum of sum(min(p, q)) and number of contexts in a batch."""
+    roots = all_roots(batch)
+    labels = label_slots(batch, roots, 1)
+    logits = cast(Drawing, drafter).first_logits(batch, states, roots)
+    groups = torch.nonzero(labels.valid[:, 0])[:, 0]
+    total = 0.0
+    for start in range(0, len(groups), LOGITS_AT_ONCE):
+        chosen = groups[start : start + LOGITS_AT_ONCE]
+        q = standardise(logits(chosen).float(), sampling)  # [n, Vq]
+        context = states.final[labels.teacher_row[chosen, 0], labels.teacher_position[chosen, 0]]
+        p = standardise(target.logits(context).float(), sampling)  # [n, V]
+        p = p if drafter.draft_ids is None else p[:, drafter.draft_ids]
+        total += float(torch.minimum(p[:, : q.shape[1]], q[:, : p.shape[1]]).sum())
     return total, len(groups)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from draftsmith.drafters.target import Target
 from draftsmith.eval.bench import Arm, BenchPrompt
+from draftsmith.eval.tune import Calibration
 from draftsmith.recipes.provenance import git_revision
 from draftsmith.recipes.schema import Recipe
 
@@ -27,7 +28,8 @@ def conditions(
         "warm-up": "one short answer per arm, thrown away",
         "prefill": "not counted, nor is the token it yields; columns that count it say so",
         "transformers.generate": "timed from its first to its last token by a streamer, "
-        "default cache, every logits processor off",
+        "default cache, every logits processor off; assisted: with its defaults, its first round "
+        "counted as prefill",
         "template": f"{target.fingerprint['template']}, thinking "
         f"{'not passed' if thinking is None else thinking}",
         "machine": machine(target),
@@ -50,20 +52,27 @@ def machine(target: Target) -> str:
 
 
 def notes(
-    target: Target, arms: Sequence[Arm], dropped: Mapping[str, int], *, greedy: bool
+    target: Target,
+    arms: Sequence[Arm],
+    dropped: Mapping[str, int],
+    *,
+    searched: Calibration | None,
 ) -> list[str]:
-    """What a reader must know before quoting a figure. `greedy`: the tree's answers were."""
+    """What a reader must know before quoting a figure. `searched`: what the tree was chosen by."""
     origin = target.fingerprint["origin"]
     found = [f"The target's weights: {origin}."]
     if origin.startswith("de-quantised"):
         found.append("De-quantised weights are not the published ones: figures are of this target.")
-    if not any(arm.tree is not None and not arm.tree.is_chain for arm in arms):
+    trees = [arm.tree for arm in arms if arm.tree is not None]
+    if searched is not None and all(tree.is_chain for tree in trees):
         found.append("The tree search chose a chain: on this machine no branch pays for its node.")
-    if not greedy:
+    if searched is not None and not searched.greedy:
         found.append("The tree was searched on sampled answers; no held-out answer is greedy.")
-    found.append(
-        "transformers' assisted generation cannot use these heads; it is not among the baselines."
-    )
+    if all(arm.assistance is None for arm in arms):
+        found.append(
+            "transformers' assisted generation cannot use this drafter; it is not among the "
+            "baselines."
+        )
     return found + [
         f"{count} evaluation prompts left out: {why}." for why, count in dropped.items()
     ]

@@ -11,6 +11,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from draftsmith.drafters.cache import Mark
 from draftsmith.drafters.coins import Coins, SeededCoins
 from draftsmith.drafters.methods import Drafter
 from draftsmith.drafters.proposal import Proposal, Verdict
@@ -18,7 +19,7 @@ from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.slots import TargetStates
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree
-from draftsmith.eval.decode import Loop, clock, play, prefill
+from draftsmith.eval.decode import Loop, clock, play
 from draftsmith.eval.theory import RoundCost
 from draftsmith.eval.verify import Laws, point_mass
 
@@ -31,8 +32,10 @@ class Bench:
 
     plain: Loop
     ids: Tensor  # the context [1, S]
+    lengths: Tensor  # [1]: S
     states: TargetStates  # its states [1, S, D]
     root: Tensor  # [1]
+    mark: Mark  # of the cache behind the context
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ def measure_costs(
 ) -> list[RoundCost]:
     """The cost of a round with each tree, and of a plain step, after `context` cached tokens."""
     bench = prepare(target, context, sampling)
-    state = drafter.start(bench.ids, bench.states)
+    state = drafter.start(bench.ids, bench.lengths, bench.states)
     plain: list[float] = []
     drafted: list[list[Parts]] = [[] for _ in trees]
     for turn in range(WARM_UP + turns):
@@ -79,11 +82,18 @@ def measure_costs(
 
 
 def prepare(target: Target, context: int, sampling: Sampling) -> Bench:
-    """Cache `context` random tokens; what they are changes no cost."""
+    """Cache `context` random tokens. They repeat, or prompt lookup would have nothing to draft; to
+    others, what they are changes no cost.
+    """
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(target.vocab_size, (1, context), generator=generator).to(target.device)
+    period = max(1, context // 4)
+    some = torch.randint(target.vocab_size, (1, period), generator=generator).to(target.device)
+    whole = some.repeat(1, context // period + 2)
+    ids, root = whole[:, :context], whole[:, context]
     plain = Loop(target, None, None, sampling, SeededCoins([0]), target.new_cache())
-    return Bench(plain, ids, prefill(target, ids, plain.cache), ids[:, -1])
+    lengths = torch.tensor([context], device=target.device)
+    states = TargetStates(target.prefill(ids, lengths, plain.cache))
+    return Bench(plain, ids, lengths, states, root, plain.cache.mark())
 
 
 def time_plain(bench: Bench) -> float:
@@ -106,7 +116,7 @@ def time_round(bench: Bench, loop: Loop, state: object) -> Parts:
     """Time a round, and put the cache back."""
     played = play(loop, state, bench.root)
     seconds = Parts(played.draft_s, played.verify_s, clock(loop.target) - played.verified)
-    loop.cache.crop(bench.states.final.shape[1])
+    loop.cache.restore(bench.mark)
     return seconds
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from draftsmith.data.bar import Bar
 from draftsmith.drafters.checkpoint import load_drafter, read_metadata
 from draftsmith.drafters.methods import Drafter, build
 from draftsmith.drafters.target import Target
@@ -25,7 +26,6 @@ from draftsmith.eval.walk import RankTable, recipe_ranks, walk
 from draftsmith.recipes.entry import Parser, guard, run_folder
 from draftsmith.recipes.files import user_path
 from draftsmith.recipes.load import load_recipe
-from draftsmith.recipes.progress import Progress
 from draftsmith.recipes.schema import Recipe
 
 DEMO = "smollm2-135m_medusa_demo"
@@ -73,7 +73,7 @@ def examine(
     findings = [compare(target, arms[0], plain, plain, prompts, None)]
     for arm in arms[1:]:
         trials = decode_all(target, arm, prompts, max_new_tokens)
-        if arm.drafter is not None and table is None:
+        if arm.drafter is not None and arm.drafter.config.walks and table is None:
             documents = documents_of(plain, prompts, greedy=True)
             table = recipe_ranks(recipe, target, arm.drafter, documents)
         findings.append(compare(target, arm, trials, plain, prompts, table))
@@ -85,11 +85,11 @@ def decode_all(
 ) -> list[Trial]:
     """One answer per prompt."""
     trials = []
-    with Progress(arm.name, len(prompts), "answers") as progress:
+    with Bar(arm.name, len(prompts), "answers") as bar:
         for index, prompt in enumerate(prompts):
             decoded = run_arm(target, arm, prompt.ids, max_new_tokens=max_new_tokens, seed=0)
             trials.append(Trial(index, prompt.category, decoded))
-            progress.advance()
+            bar.advance()
     return trials
 
 
@@ -161,7 +161,7 @@ def load_subject(folder: Path, overrides: Sequence[str]) -> Subject:
 
 def bushy_tree(drafter: Drafter) -> Tree:
     """Three guesses of the first slot (if it has as many), each with a chain below."""
-    ranks = range(min(3, drafter.head().rows))
+    ranks = range(min(3, drafter.width))
     return Tree(tuple((rank, *(0,) * more) for rank in ranks for more in range(drafter.depth)))
 
 

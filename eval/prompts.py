@@ -53,7 +53,7 @@ def spread(prompts: Sequence[Prompt]) -> list[Prompt]:
 def check_positions(target: Target, prompts: Sequence[BenchPrompt], recipe: Recipe) -> None:
     """UserError when a prompt, its answer and the drafts exceed the target's positions."""
     room = target.config.to_dict().get("max_position_embeddings")
-    drafts = recipe.drafter.heads
+    drafts = recipe.drafter.depth
     needed = max(len(prompt.ids) for prompt in prompts) + recipe.eval.max_new_tokens + drafts
     if room is not None and needed > room:
         raise UserError(

@@ -21,8 +21,9 @@ DEFINITIONS = {
     "tokens over all rounds. The last round of an answer counts the tokens it emitted.",
     "tau_macro": "The same quotient for every answer, then the mean over answers.",
     "alpha": "Mean of sum(min(p, q)) for the first slot over all contexts of the arm's output. The "
-    "draft is a point mass, so this is the mean of p(draft); at temperature 0 p is a point mass, "
-    "and alpha is the share of contexts where the first slot names the target's token.",
+    "likeliest token as a draft is a point mass, which gives p(draft); of drawn drafts q is the "
+    "law they are drawn from. At temperature 0 p is a point mass too, and alpha is the share of "
+    "contexts where the first slot names the target's token.",
     "conditional_acceptance": "By slot: rounds that accepted it over rounds that reached it (all "
     "earlier slots accepted, text not yet ended). In a tree a slot is a depth.",
     "joint_acceptance": "By slot: the running product of conditional acceptance, P(at least k "

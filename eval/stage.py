@@ -22,7 +22,7 @@ from draftsmith.drafters.checkpoint import (
 from draftsmith.drafters.methods import Drafter
 from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.target import Target, is_path, local_folder
-from draftsmith.drafters.tree import Tree, chain
+from draftsmith.drafters.tree import Tree, chain, expansion
 from draftsmith.eval.assemble import Memory, arm_report, check_arm, sample_of
 from draftsmith.eval.bench import Arm, BenchPrompt, greedy_arms, measure, sampled_arms
 from draftsmith.eval.conditions import conditions, notes
@@ -33,7 +33,15 @@ from draftsmith.eval.summary import Trial, rates
 from draftsmith.eval.tables import result_table, terminal_table
 from draftsmith.eval.theory import RoundCost
 from draftsmith.eval.training_log import training_curve
-from draftsmith.eval.tune import Calibration, Choice, calibrate, choose_tree, from_json, to_json
+from draftsmith.eval.tune import (
+    Calibration,
+    Choice,
+    calibrate,
+    choose_tree,
+    fixed_choice,
+    from_json,
+    to_json,
+)
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.load import override_recipe
 from draftsmith.recipes.provenance import versions
@@ -57,7 +65,7 @@ class Job:
     drafter: Drafter
     folder: Path  # the drafter's
     report: Path
-    calibration: Calibration
+    calibration: Calibration | None  # None: the drafter's guesses have no ranks
     log: Path  # training's; need not exist
     keep_tree: bool  # whether the drafter is told which tree was chosen
 
@@ -84,8 +92,10 @@ def evaluate(recipe: Recipe, run: Path) -> Path:
     held_out = held_out_documents(recipe, run)
     target = Target.load(recipe.target)
     drafter = load_drafter(folder, target)
-    calibration = calibrate(recipe, target, drafter, held_out)
-    update_metadata(folder, {"calibration": to_json(calibration)})
+    calibration = None
+    if recipe.drafter.walks:
+        calibration = calibrate(recipe, target, drafter, held_out)
+        update_metadata(folder, {"calibration": to_json(calibration)})
     return evaluate_job(
         Job(
             recipe=recipe,
@@ -108,13 +118,7 @@ def evaluate_checkpoint(folder: Path, recipe: Recipe) -> Path:
     """
     meta = read_metadata(folder)
     check_writable(folder)
-    if meta.get("calibration") is None:
-        raise UserError(
-            f"{folder} carries no calibration, which the tree search needs; "
-            "evaluate its run once, which writes it"
-        )
-    depth = drafter_config(meta).heads
-    calibration = from_json(meta["calibration"], folder, depth=depth)
+    calibration = stored_calibration(meta, folder)
     set_threads(recipe.eval)
     target = Target.load(recipe.target)
     drafter = load_drafter(folder, target)
@@ -130,6 +134,19 @@ def evaluate_checkpoint(folder: Path, recipe: Recipe) -> Path:
             keep_tree=False,
         )
     )
+
+
+def stored_calibration(meta: Mapping[str, Any], folder: Path) -> Calibration | None:
+    """The calibration that a drafter's folder carries, for drafters that have one."""
+    config = drafter_config(dict(meta))
+    if not config.walks:
+        return None
+    if meta.get("calibration") is None:
+        raise UserError(
+            f"{folder} carries no calibration, which the tree search needs; "
+            "evaluate its run once, which writes it"
+        )
+    return from_json(meta["calibration"], folder, depth=config.depth)
 
 
 def check_writable(folder: Path) -> None:
@@ -234,10 +251,7 @@ def prepare_costs(job: Job, prompts: Sequence[BenchPrompt]) -> Costs:
     config, straight = job.recipe.eval, full_chain(job)
     lengths = sorted(len(prompt.ids) for prompt in prompts)
     context = lengths[len(lengths) // 2] + config.max_new_tokens // 2
-    nodes = None if config.tree_nodes == "auto" else config.tree_nodes
-    choice, others = choose_tree(
-        job.target, job.drafter, job.calibration, nodes=nodes, context=context, extra=[straight]
-    )
+    choice, others = choose(job, straight, context)
     tree = choice.tree
     if job.keep_tree:
         update_metadata(job.folder, {"tree": [list(path) for path in tree.paths]})
@@ -245,9 +259,21 @@ def prepare_costs(job: Job, prompts: Sequence[BenchPrompt]) -> Costs:
     by_arm: dict[str, RoundCost] = {}
     sampled = sampled_costs(job, [straight, tree], context)
     for arm in arms_of(job, tree):
-        if arm.tree is not None:
+        if arm.tree is not None and arm.draw == "point":
             by_arm[arm.name] = (greedy if arm.sampling.greedy else sampled)[arm.tree.paths]
     return Costs(choice, by_arm, context)
+
+
+def choose(job: Job, straight: Tree, context: int) -> tuple[Choice, list[RoundCost]]:
+    """The recipe's tree, or the one that held-out answers and costs speak for."""
+    shape, given = job.recipe.drafter.shape, job.recipe.eval.tree_nodes
+    if shape or job.calibration is None:
+        tree = expansion(shape).to(job.target.device)
+        return fixed_choice(job.target, job.drafter, tree, context=context, extra=[straight])
+    nodes = None if given == "auto" else given
+    return choose_tree(
+        job.target, job.drafter, job.calibration, nodes=nodes, context=context, extra=[straight]
+    )
 
 
 def sampled_costs(
@@ -271,6 +297,7 @@ def make_report(
 ) -> Report:
     """Check every arm's output and gather the figures."""
     reports, memory = [], Memory()
+    searched = None if job.recipe.drafter.shape else job.calibration
     for arm in arms:
         plain = trials[arm.baseline]
         verdicts = check_arm(job.recipe, job.target, arm, trials[arm.name], plain, prompts, memory)
@@ -285,7 +312,7 @@ def make_report(
         versions=dict(entry.split(" ", 1) for entry in versions()),
         target=job.target.fingerprint,
         conditions=conditions(job.recipe, job.target, prompts, costs.context),
-        notes=notes(job.target, arms, dropped, greedy=job.calibration.greedy),
+        notes=notes(job.target, arms, dropped, searched=searched),
         arms=reports,
         costs_ms={name: cost.milliseconds() for name, cost in costs.by_arm.items()},
         walk=walk_of(job.calibration),
@@ -295,8 +322,10 @@ def make_report(
     )
 
 
-def walk_of(calibration: Calibration) -> Walk:
+def walk_of(calibration: Calibration | None) -> Walk | None:
     """The chain's walk over held-out answers."""
+    if calibration is None:
+        return None
     return Walk(
         documents=calibration.documents,
         rounds=calibration.rounds,
@@ -307,9 +336,9 @@ def walk_of(calibration: Calibration) -> Walk:
     )
 
 
-def tree_choice(calibration: Calibration, choice: Choice) -> TreeChoice | None:
+def tree_choice(calibration: Calibration | None, choice: Choice) -> TreeChoice | None:
     """What the search compared; nothing when the recipe fixed the size."""
-    if choice.sizes != calibration.sizes:
+    if calibration is None or choice.sizes != calibration.sizes:
         return None
     return TreeChoice(
         nodes=choice.sizes,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.eval.decode import Decoded, Round
+from draftsmith.eval.decode import Decoded
+from draftsmith.eval.rows import Round
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,20 @@ def emitted(trial: Trial) -> int:
     return sum(turn.emitted for turn in trial.decoded.rounds)
 
 
+def passes(rounds: Iterable[Round]) -> int:
+    """Passes of the target: one a round, and what it replayed after it."""
+    return sum(turn.passes for turn in rounds)
+
+
 def tau_micro(trials: Sequence[Trial]) -> float | None:
-    """Tokens over rounds, all answers together."""
+    """Tokens over the target's passes, all answers together."""
     rounds = rounds_of(trials)
-    return sum(turn.emitted for turn in rounds) / len(rounds) if rounds else None
+    return sum(turn.emitted for turn in rounds) / passes(rounds) if rounds else None
 
 
 def tau_macro(trials: Sequence[Trial]) -> float | None:
-    """Mean over answers of tokens over rounds; answers that ended with prefill have no rounds."""
-    each = [emitted(t) / len(t.decoded.rounds) for t in trials if t.decoded.rounds]
+    """Mean over answers of tokens over passes; answers that ended with prefill have none."""
+    each = [emitted(t) / passes(t.decoded.rounds) for t in trials if t.decoded.rounds]
     return sum(each) / len(each) if each else None
 
 
@@ -77,10 +83,12 @@ def tau_by_category(trials: Sequence[Trial]) -> dict[str, float]:
 
 
 def judged(turn: Round, depth: int) -> tuple[int, int]:
-    """Slots accepted and slots reached in a round; slots past the end of the text are neither."""
+    """Slots accepted and slots reached in a round; slots past the end of the text, or of
+    the drafts, are neither.
+    """
     if turn.emitted <= turn.accepted:  # the text ended inside the accepted drafts
         return turn.emitted, turn.emitted
-    return turn.accepted, min(turn.accepted + 1, depth)
+    return turn.accepted, min(turn.accepted + 1, turn.drafted, depth)
 
 
 def acceptance(trials: Sequence[Trial], depth: int) -> Acceptance:

@@ -26,9 +26,12 @@ class RoundCost:
         return {part: 1000 * seconds for part, seconds in asdict(self).items()}
 
 
-def predicted_speedup(tau: float, cost: RoundCost) -> float:
-    """Tokens per second of drafted rounds over tokens per second of plain steps."""
-    return tau * cost.plain / cost.round
+def predicted_speedup(tau: float, cost: RoundCost, *, drafted: float = 1.0) -> float:
+    """Tokens per second of rounds over tokens per second of plain steps.
+
+    drafted: the share of rounds that have drafts; the others look for some and are plain steps.
+    """
+    return tau * cost.plain / (drafted * cost.round + (1 - drafted) * (cost.draft + cost.plain))
 
 
 def choose_nodes(tau_by_nodes: Mapping[int, float], cost_by_nodes: Mapping[int, float]) -> int:

@@ -106,7 +106,7 @@ def choose_tree(
 ) -> tuple[Choice, list[RoundCost]]:
     """The tree with the most tokens per second, or of `nodes` nodes; and costs of `extra` trees."""
     sizes = calibration.sizes if nodes is None else [nodes]
-    rows = drafter.head().rows  # a drafter cannot guess more tokens than it has
+    rows = drafter.width  # a drafter cannot guess more tokens than it has
     trees = [calibration.tree(size, rows).to(target.device) for size in sizes]
     costs = measure_costs(target, drafter, [*trees, *extra], context=context, sampling=Sampling())
     mine, others = costs[: len(trees)], costs[len(trees) :]
@@ -114,6 +114,15 @@ def choose_tree(
     tau = dict(zip(calibration.sizes, calibration.tau, strict=True))
     best = sizes.index(choose_nodes(tau, seconds) if nodes is None else nodes)
     return Choice(trees[best], sizes, mine, mine[best]), others
+
+
+def fixed_choice(
+    target: Target, drafter: Drafter, tree: Tree, *, context: int, extra: Sequence[Tree]
+) -> tuple[Choice, list[RoundCost]]:
+    """A tree that the recipe gives, and costs of `extra` trees too."""
+    trees = [tree, *extra]
+    cost, *others = measure_costs(target, drafter, trees, context=context, sampling=Sampling())
+    return Choice(tree, [tree.nodes], [cost], cost), others
 
 
 def from_json(value: Any, folder: Path, *, depth: int | None = None) -> Calibration:

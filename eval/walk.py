@@ -14,8 +14,7 @@ from torch import Tensor
 
 from draftsmith.data.dataset import Document, PackedRows
 from draftsmith.drafters.methods import Drafter
-from draftsmith.drafters.projection import top_tokens
-from draftsmith.drafters.slots import all_roots
+from draftsmith.drafters.slots import NO_GUESS, SlotLabels, all_roots, label_slots
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Path, Tree, chain
 from draftsmith.eval.summary import Acceptance, rates
@@ -107,23 +106,33 @@ def rank_table(
     """
     length = max(max_length, max((len(document.ids) for document in documents), default=1))
     packed = PackedRows(documents, length)
-    count = min(RANKS, drafter.head().rows)
+    count = min(RANKS, drafter.width)
     ranks: list[Tensor] = [torch.empty(0, 0, dtype=torch.long)] * len(documents)
     for first in range(0, len(packed.rows), rows):
         index = list(range(first, min(first + rows, len(packed.rows))))
         batch = packed.batch(index).to(target.device)
         roots = all_roots(batch)
-        slots = drafter.slots(batch, target.states(batch), roots)
-        best = top_tokens(slots.hidden, slots.head, count, chunk=chunk, adjust=target.adjust)
-        fits = best == slots.labels.label[..., None]
-        found = torch.where(fits.any(dim=-1), fits.int().argmax(dim=-1), MISS)
-        found = torch.where(slots.labels.valid, found, NO_SLOT).cpu()
+        best = drafter.guesses(
+            batch, target.states(batch), roots, slots=drafter.depth, count=count, chunk=chunk
+        )
+        found = ranked(best, label_slots(batch, roots, drafter.depth)).cpu()
         at = batch.documents[roots.row, roots.position].cpu()
         row = roots.row.cpu()
         for place, i in enumerate(index):
             for number, document in enumerate(packed.rows[i]):
                 ranks[document] = found[(row == place) & (at == number)]
     return RankTable(ranks, list(documents), count)
+
+
+def ranked(best: Tensor, labels: SlotLabels) -> Tensor:
+    """The place of every label [N, K] among its slot's guesses [N, K, count], or MISS or NO_SLOT.
+
+    A slot without a guess is none: there was no draft that could miss.
+    """
+    fits = best == labels.label[..., None]
+    found = torch.where(fits.any(dim=-1), fits.int().argmax(dim=-1), MISS)
+    drafted = (best[..., 0] != NO_GUESS) & labels.valid
+    return torch.where(drafted, found, NO_SLOT)
 
 
 def recipe_ranks(

@@ -1,5 +1,6 @@
 """Files that are there whole or not at all, and the paths that users write."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -43,3 +44,18 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def cannot_write(path: Path, error: Exception) -> str:
+    """What went wrong and what to do."""
+    if disk_full(error):
+        return f"{path}: disk full; free some space and run again"
+    return f"{path}: cannot be written ({error}); mend that and run again"
+
+
+def disk_full(error: Exception) -> bool:
+    """Whether there was no room. safetensors wraps the operating system's error in a text."""
+    full = (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError):
+        return error.errno in full
+    return any(f"os error {code}" in str(error) for code in full)

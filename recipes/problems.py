@@ -62,13 +62,15 @@ class Vocabulary:
         }
 
     def walk(self, location: tuple[int | str, ...]) -> tuple[list[str], dict[str, Any]]:
-        """Follow pydantic's location as far as it names keys, stepping over tags of unions."""
+        """Follow pydantic's location as far as it names keys; the tag of a union chooses a kind."""
         path: list[str] = []
         node = self.root
         for step in location:
             children = self.keys(node)
             if isinstance(step, str) and step in children:
                 path, node = [*path, step], children[step]
+            else:
+                node = next((one for one in self.choices(node) if is_kind(one, step)), node)
         return path, node
 
     def paths(self, node: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -107,6 +109,12 @@ class Vocabulary:
         )
 
 
+def is_kind(node: dict[str, Any], tag: int | str) -> bool:
+    """Whether a block is the kind of that name."""
+    kind = node.get("properties", {}).get("kind", {})
+    return tag in (kind.get("const"), *kind.get("enum", ()))
+
+
 def round_number(value: float) -> str:
     """A limit for people: whole numbers in full, 0.0 as 0."""
     return str(value) if isinstance(value, int) else f"{value:g}"
@@ -138,15 +146,15 @@ def leaves(value: Any, path: str) -> list[str]:
     return [leaf for key, child in value.items() for leaf in leaves(child, f"{path}.{key}")]
 
 
-def unknown_key(path: list[str], step: str, value: Any, vocabulary: Vocabulary) -> tuple[str, str]:
-    """An unknown key or block: the key, and a line about it."""
+def unknown_key(
+    path: list[str], step: str, value: Any, node: dict[str, Any], vocabulary: Vocabulary
+) -> tuple[str, str]:
+    """An unknown key or block below a node: the key, and a line about it."""
     given = leaves(value, ".".join([*path, step]))[0]
     # A misspelt block shows in its first key: `training: {lr: ...}` means optim.lr.
     right = nearest(given, vocabulary)
-    _, node = vocabulary.walk(tuple(path))
-    mend = (
-        f"did you mean {right}?" if right else f"allowed here: {', '.join(vocabulary.keys(node))}"
-    )
+    allowed = f"allowed here: {', '.join(vocabulary.keys(node))}"
+    mend = f"did you mean {right}?" if right and right != given else allowed
     return given, f"unknown key; {mend}"
 
 
@@ -163,7 +171,7 @@ def one_problem(detail: Any, data: Any, vocabulary: Vocabulary) -> tuple[str, st
     path, node = vocabulary.walk(location)
     key = ".".join(path)
     if kind == "extra_forbidden":
-        return unknown_key(path, str(location[-1]), given, vocabulary)
+        return unknown_key(path, str(location[-1]), given, node, vocabulary)
     if kind == "missing" and isinstance(location[-1], str):  # an int: a list is too short
         return key, f"missing; give {vocabulary.allowed(node)}"
     if kind == "string_too_short":

@@ -3,14 +3,17 @@
 Blocks are frozen and refuse unknown keys; `recipes/load.py` says errors in one clear line.
 """
 
+from itertools import accumulate
+from operator import mul
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Positive = Annotated[int, Field(ge=1, le=2**31)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
 Text = Annotated[str, Field(min_length=1)]
+LARGEST_TREE = 255  # nodes without the root
 
 
 class Block(BaseModel):
@@ -40,6 +43,18 @@ class DistilConfig(Block):
     batch_size: Positive = 64
 
 
+class SelfWrittenConfig(Block):
+    """Prompts that the target writes itself, as a user would (Magpie, 2406.08464).
+
+    They come on top of the others, `limit` or not, and are answered like them.
+    """
+
+    count: Annotated[int, Field(ge=0)] = 0  # turns that are sampled; the filters leave fewer
+    max_new_tokens: Positive = 96  # a longer turn is dropped
+    temperature: Annotated[float, Field(ge=0.0)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 0.95
+
+
 class DataConfig(Block):
     """Prompts, their answers, and how answers become training rows."""
 
@@ -50,6 +65,8 @@ class DataConfig(Block):
     eval_split: str = "test"
     grow: Annotated[int, Field(ge=0)] = 0  # prompts that the seeded offline generator adds
     limit: Positive | None = None  # at most this many training prompts, drawn by the seed
+    answers: Positive = 1  # answers to each of them, sampled: for prompts that are few but good
+    self_written: SelfWrittenConfig = SelfWrittenConfig()
     thinking: bool | None = None  # passed to the template as `enable_thinking`; None: not passed
     max_prompt_tokens: Positive = 1024
     max_length: Positive = 2048  # tokens of a packed row
@@ -59,8 +76,37 @@ class DataConfig(Block):
     held_out: Positive = 64  # documents kept away from training, for the walk
     distil: DistilConfig = DistilConfig()
 
+    @model_validator(mode="after")
+    def check_answers(self) -> Self:
+        """Greedy answers to one prompt are all the same."""
+        if self.answers > 1 and self.distil.temperature == 0:
+            raise ValueError(
+                f"answers: {self.answers} of a prompt are equal at temperature 0; "
+                "set distil.temperature, or answers: 1"
+            )
+        return self
 
-class MedusaConfig(Block):
+
+class DrafterBlock(Block):
+    """The knobs of a drafter, and what the rest asks of them: kinds differ in some of it."""
+
+    @property
+    def trained_slots(self) -> int:
+        """Slots that gradient steps are taken on; 0: none are."""
+        return 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Children of every node, by depth, where that is fixed; empty: held-out answers choose."""
+        return ()
+
+    @property
+    def walks(self) -> bool:
+        """Whether every slot ranks its guesses, so that decoding can be simulated."""
+        return True
+
+
+class MedusaConfig(DrafterBlock):
     """Medusa heads (Medusa paper, section 3.1): residual blocks on the target's final state."""
 
     kind: Literal["medusa"] = "medusa"
@@ -70,6 +116,115 @@ class MedusaConfig(Block):
     projection: Literal["shared", "low_rank", "own"] = "shared"
     rank: Positive = 64  # of low_rank
     draft_vocab: Positive | None = None  # rows of the head that drafts may use; None: all
+    # the heads also read the root's embedding (as Hydra's do); no other engine reads such heads
+    reads_root: bool = False
+
+    @property
+    def depth(self) -> int:
+        """K, the slots."""
+        return self.heads
+
+    @property
+    def trained_slots(self) -> int:
+        """All of them."""
+        return self.heads
+
+
+class PromptLookupConfig(DrafterBlock):
+    """Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding): what followed the same tokens
+    earlier in the prompt and the answer. Nothing is trained.
+    """
+
+    kind: Literal["prompt_lookup"]
+    max_ngram: Annotated[int, Field(ge=1, le=64)] = 3  # tokens at the end that are looked for first
+    min_ngram: Annotated[int, Field(ge=1, le=64)] = 1  # and last
+    draft_tokens: Annotated[int, Field(ge=1, le=63)] = 10
+
+    @model_validator(mode="after")
+    def check_ngrams(self) -> Self:
+        """Something must be looked for."""
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(
+                f"min_ngram: {self.min_ngram} is more than max_ngram ({self.max_ngram})"
+            )
+        return self
+
+    @property
+    def depth(self) -> int:
+        """K, the slots."""
+        return self.draft_tokens
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """A chain: a text goes on in one way."""
+        return (1,) * self.draft_tokens
+
+
+class NgramConfig(DrafterBlock):
+    """A table of n-grams with back-off, counted on the distilled answers; no gradient steps
+    (Leviathan et al., 2211.17192, section 4.2: bigrams).
+    """
+
+    kind: Literal["ngram"]
+    order: Annotated[int, Field(ge=1, le=4)] = 2  # tokens of the longest grams; 2: bigrams
+    # The law of the next shorter grams counts like so many occurrences.
+    backoff: Annotated[float, Field(gt=0.0)] = 1.0
+    draft_tokens: Annotated[int, Field(ge=1, le=63)] = 3
+
+    @property
+    def depth(self) -> int:
+        """K, the slots."""
+        return self.draft_tokens
+
+
+class DraftModelConfig(DrafterBlock):
+    """A small causal language model (Leviathan et al., 2211.17192): distilled from the target's own
+    layers, or ready ones, whose drafts are merged into one tree (SpecInfer, 2305.09781).
+    """
+
+    kind: Literal["draft_model"]
+    # ready models with the target's tokenizer, folders or Hub ids; none: one is distilled
+    models: tuple[Text, ...] = ()
+    layers: Positive = 4  # of the distilled one: taken from the target, evenly spread
+    # of the distilled one: the target's frozen embedding and head, or trained copies
+    embedding: Literal["shared", "own"] = "shared"
+    draft_vocab: Positive | None = None  # rows of its head that drafts may use; None: all
+    # of the distilled one: a draft model whose hits it need not learn (SpecInfer's boost-tuning)
+    boosts: Text | None = None
+    draft_tokens: Annotated[int, Field(ge=1, le=63)] = 4
+    # children of every node, by depth (SpecInfer's <k1, k2, ..>); empty: chain and searched tree
+    expansion: Annotated[tuple[Annotated[int, Field(ge=1, le=8)], ...], Field(max_length=63)] = ()
+
+    @model_validator(mode="after")
+    def check_expansion(self) -> Self:
+        """A tree is one pass of the target."""
+        nodes = sum(accumulate(self.expansion, mul))
+        if nodes > LARGEST_TREE:
+            raise ValueError(f"expansion: {nodes} nodes are too many; allowed: {LARGEST_TREE}")
+        return self
+
+    @property
+    def depth(self) -> int:
+        """K, the slots."""
+        return len(self.expansion) or self.draft_tokens
+
+    @property
+    def trained_slots(self) -> int:
+        """One: its state says the next token. Ready models are not trained."""
+        return 0 if self.models else 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The expansion; of several models a chain each."""
+        return self.expansion or (1,) * (self.draft_tokens if len(self.models) > 1 else 0)
+
+    @property
+    def walks(self) -> bool:
+        """Merged trees have no common ranks."""
+        return len(self.models) < 2
+
+
+DrafterConfig = MedusaConfig | DraftModelConfig | PromptLookupConfig | NgramConfig
 
 
 class ObjectiveConfig(Block):
@@ -116,6 +271,9 @@ class TrainConfig(Block):
     rows_per_micro_batch: Positive = 4  # packed rows of one forward; the rest is accumulation
     precision: Literal["bf16", "fp32"] = "bf16"
     chunk: Positive = 256  # groups projected to the vocabulary at once
+    feature_cache: bool = (
+        False  # keep the target's states on disk; epochs after the first read them
+    )
     log_every: Positive = 10
     eval_every: Positive = 200
     save_every: Positive = 200
@@ -146,8 +304,18 @@ class Recipe(Block):
     runs: Text = "runs"  # folder that holds the run's folder
     target: TargetConfig
     data: DataConfig = DataConfig()
-    drafter: MedusaConfig = MedusaConfig()
+    drafter: Annotated[DrafterConfig, Field(discriminator="kind")] = MedusaConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
+
+    @field_validator("drafter", mode="before")
+    @classmethod
+    def default_kind(cls, given: object) -> object:
+        """A drafter that does not say its kind is Medusa's."""
+        if not isinstance(given, dict):
+            return given
+        # What passes here is Python's and no longer JSON's: strictly, a list is no tuple there.
+        listed = {key: tuple(one) if isinstance(one, list) else one for key, one in given.items()}
+        return {"kind": "medusa", **listed}

@@ -24,9 +24,10 @@ COSMETIC = (
     "train.trackers",
 )
 # and these only the order in which numbers are added up: a run may go on with others.
-ROUNDING = ("train.rows_per_micro_batch", "train.chunk", "target.device")
+ROUNDING = ("train.rows_per_micro_batch", "train.chunk", "train.feature_cache", "target.device")
 
-# The prompts of the report, which only it reads.
+# The prompts of the report, which only it reads; and the data stage, to keep self-written prompts
+# apart from them.
 EVALUATION = ("data.eval_prompts", "data.eval_split")
 
 
@@ -41,8 +42,22 @@ class Stage:
     but: tuple[str, ...] = ()  # dotted keys in those blocks that it does not depend on
 
 
-ROWS = ("seed", "target", "data.prompts", "data.split", "data.grow", "data.limit", "data.thinking")
-DATA = Stage("data", (*ROWS, "data.max_prompt_tokens", "data.distil"), ("rows",), "rows")
+ROWS = (
+    "seed",
+    "target",
+    "data.prompts",
+    "data.split",
+    "data.grow",
+    "data.limit",
+    "data.answers",
+    "data.thinking",
+)
+DATA = Stage(
+    "data",
+    (*ROWS, "data.self_written", "data.max_prompt_tokens", "data.distil"),
+    ("rows", "self_written"),
+    "rows",
+)
 TRAIN = Stage(
     "train",
     ("seed", "target", "data", "drafter", "objective", "optim", "train"),
@@ -57,17 +72,23 @@ STAGES = (DATA, TRAIN, EVAL)
 def settings(recipe: Recipe, stage: Stage) -> dict[str, Any]:
     """What the stage's outputs depend on, as dotted key -> value."""
     knobs = flat(recipe.model_dump(mode="json"))
-    mine = {
-        key: value
-        for key, value in knobs.items()
-        if any(key == part or key.startswith(f"{part}.") for part in stage.keys)
-        and key not in (*COSMETIC, *ROUNDING, *stage.but)
-    }
+    mine = {key: value for key, value in knobs.items() if depends(recipe, stage, key)}
     for key in ("data.prompts", "data.eval_prompts"):
         if key in mine and (path := user_path(str(mine[key]))).is_file():
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
             mine[f"contents of {key}"] = digest[:16]
     return mine
+
+
+def depends(recipe: Recipe, stage: Stage, key: str) -> bool:
+    """Whether the stage's outputs depend on a dotted key."""
+    written = recipe.data.self_written.count > 0
+    if key.startswith("data.self_written.") and not written:
+        return False
+    if key in EVALUATION and stage == DATA:
+        return written
+    named = any(key == part or key.startswith(f"{part}.") for part in stage.keys)
+    return named and key not in (*COSMETIC, *ROUNDING, *stage.but)
 
 
 def flat(block: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections import Counter
 
 
 class EnumeratedCoins:
-    """For batches of one. Replays a script of outcomes and adds new ones at its end."""
+    """Replays a script of outcomes and adds new ones at its end; the rows of a batch in turn."""
 
     def __init__(self):
         self.script, self.sizes, self.at, self.weight = [], [], 0, 1.0
@@ -21,14 +21,14 @@ class EnumeratedCoins:
         return index
 
     def draw(self, law, rows):
-        assert law.shape[0] == len(rows) == 1
-        weights = law[0].double()
-        return rows.new_tensor([self.pick((weights / weights.sum()).tolist())])
+        assert law.shape[0] == len(rows)
+        shares = law.double() / law.double().sum(dim=-1, keepdim=True)
+        return rows.new_tensor([self.pick(weights) for weights in shares.tolist()])
 
     def flip(self, p, q, rows):
-        assert len(p) == len(q) == len(rows) == 1
-        accept = min(1.0, float(p) / float(q))
-        return (rows.new_tensor([self.pick([accept, 1 - accept])])) == 0
+        assert len(p) == len(q) == len(rows)
+        accepted = (p.double() / q.double()).clamp(max=1.0).tolist()
+        return rows.new_tensor([self.pick([yes, 1 - yes]) for yes in accepted]) == 0
 
     def next(self):
         """Advance to the next script; False after the last."""

@@ -8,7 +8,6 @@
 A process that dies at any moment leaves whole checkpoints and at most one `.partial` folder.
 """
 
-import errno
 import hashlib
 import json
 import logging
@@ -24,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files import sync
+from draftsmith.recipes.files import cannot_write, sync
 
 log = logging.getLogger(__name__)
 
@@ -171,21 +170,6 @@ def explain(error: Exception, folder: Path) -> str:
     found = steps(folder)
     last = f"last checkpoint at step {step_of(found[-1])}" if found else "no checkpoint yet"
     return f"{cannot_write(folder, error)}; nothing lost: {last}"
-
-
-def cannot_write(path: Path, error: Exception) -> str:
-    """What went wrong and what to do."""
-    if disk_full(error):
-        return f"{path}: disk full; free some space and run again"
-    return f"{path}: cannot be written ({error}); mend that and run again"
-
-
-def disk_full(error: Exception) -> bool:
-    """Whether there was no room. safetensors wraps the operating system's error in a text."""
-    full = (errno.ENOSPC, errno.EDQUOT)
-    if isinstance(error, OSError):
-        return error.errno in full
-    return any(f"os error {code}" in str(error) for code in full)
 
 
 def write_json(value: Any, path: Path) -> None:

@@ -36,9 +36,14 @@ def command(argv: Sequence[str]) -> None:
 
 def train_drafter(recipe: Recipe, run: Path) -> None:
     """The training stage."""
-    from draftsmith.train.trainer import train
+    if recipe.drafter.trained_slots:
+        from draftsmith.train.trainer import train
 
-    train(recipe, run)
+        train(recipe, run)
+    else:
+        from draftsmith.train.untrained import keep
+
+        keep(recipe, run)
 
 
 def measure(recipe: Recipe, run: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a run says while it trains: counters, log.jsonl, trackers, progress."""
+"""What a run says while it trains: counters, log.jsonl, trackers, the bar."""
 
 import json
 import os
@@ -11,14 +11,14 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 from torch import Tensor
 
+from draftsmith.data.bar import Bar
 from draftsmith.data.plan import check_trackers
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import write_text
-from draftsmith.recipes.progress import Progress
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.stages import flat
 
-# What is shown beside the progress, and as what.
+# What is shown beside the bar, and as what.
 SHOWN = {"loss": "loss", "tau": "tau", "tokens_per_second": "tokens a second"}
 Record = dict[str, Any]  # JSON values; every record of a step says which under "step"
 
@@ -60,40 +60,40 @@ class Meter:
 
 
 class Journal:
-    """log.jsonl, the trackers and the progress. Other processes than the main one are silent."""
+    """log.jsonl, the trackers and the bar. Other processes than the main one are silent."""
 
     def __init__(self, recipe: Recipe, folder: Path, *, main: bool) -> None:
         self.recipe, self.folder, self.main = recipe, folder, main
         self.path = folder / "log.jsonl"
         self.trackers: dict[str, GeneralTracker] = {}
-        self.progress: Progress | None = None
+        self.bar: Bar | None = None
         self.shown: dict[str, float] = {}
         check_trackers(recipe)
 
     def say(self, text: str) -> None:
         """Print a line."""
         if self.main:
-            if self.progress is None:
+            if self.bar is None:
                 print(text)
             else:
-                self.progress.say(text)
+                self.bar.say(text)
 
     def open(self, total: int, *, done: int) -> None:
-        """Start the trackers, and show progress from now on."""
+        """Start the trackers, and show the bar from now on."""
         for name in self.recipe.train.trackers if self.main else ():
             try:
                 self.trackers[name] = start_tracker(name, self.recipe, self.folder)
             except Exception as error:
                 self.say(f"warning: tracker {name} did not start and is left out: {error}")
-        self.progress = Progress("train", total, "steps", done=done, quiet=not self.main)
+        self.bar = Bar("train", total, "steps", done=done, quiet=not self.main)
 
     def advance(self) -> None:
         """One step is done."""
-        if self.progress is not None:
-            self.progress.advance()
+        if self.bar is not None:
+            self.bar.advance()
 
     def write(self, record: Record) -> None:
-        """Append a record to log.jsonl, and give its numbers to the trackers and the progress."""
+        """Append a record to log.jsonl, and give its numbers to the trackers and the bar."""
         if not self.main:
             return
         try:
@@ -107,10 +107,10 @@ class Journal:
         values = {f"{record['kind']}/{name}": value for name, value in numbers(record).items()}
         for name in list(self.trackers):
             self.attempt(name, lambda tracker: tracker.log(values, step=record["step"]))
-        if self.progress is not None:
+        if self.bar is not None:
             self.shown.update({k: record[k] for k in SHOWN if record.get(k) is not None})
             shown = [f"{SHOWN[name]} {value:.3g}" for name, value in self.shown.items()]
-            self.progress.note(", ".join(shown))
+            self.bar.note(", ".join(shown))
 
     def rewind(self, step: int) -> None:
         """Drop what was logged after `step`: those steps will be taken again."""
@@ -125,9 +125,9 @@ class Journal:
                 os.fsync(file.fileno())
 
     def close(self) -> None:
-        """End the progress and the trackers."""
-        if self.progress is not None:
-            self.progress.close()
+        """End the bar and the trackers."""
+        if self.bar is not None:
+            self.bar.close()
         for name in list(self.trackers):
             self.attempt(name, lambda tracker: tracker.finish())
 

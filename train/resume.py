@@ -7,6 +7,7 @@ from accelerate.utils import gather_object
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from draftsmith.data.dataset import fingerprint
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.stages import COSMETIC, EVALUATION, ROUNDING
@@ -14,7 +15,7 @@ from draftsmith.train import checkpoint
 from draftsmith.train.checkpoint import Snapshot
 from draftsmith.train.progress import flatten
 from draftsmith.train.rng import rng_state, set_rng_state
-from draftsmith.train.setup import Training, fingerprint
+from draftsmith.train.setup import Training
 
 FOLDER = "checkpoints"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")

@@ -1,11 +1,10 @@
 """From a recipe and its rows to everything that the training loop holds."""
 
-import hashlib
 import sys
-from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -14,15 +13,16 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from draftsmith.data.dataset import Document, PackedRows, split_held_out, training_documents
+from draftsmith.data.features import FeatureCache
 from draftsmith.data.rows import read_manifest
 from draftsmith.data.vocab import most_frequent
-from draftsmith.drafters.medusa import MedusaHeads
-from draftsmith.drafters.methods import build, trainable
+from draftsmith.drafters.methods import Learned, build, trainable
 from draftsmith.drafters.projection import Sums
 from draftsmith.drafters.slots import Batch, TargetStates, all_roots, label_slots
 from draftsmith.drafters.target import Target, pick_device
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import OptimConfig, Recipe
+from draftsmith.recipes.schema import DraftModelConfig, MedusaConfig, OptimConfig, Recipe
+from draftsmith.train.boost import without_known
 from draftsmith.train.objective import Objective
 from draftsmith.train.progress import Journal, Meter
 
@@ -30,14 +30,15 @@ from draftsmith.train.progress import Journal, Meter
 class SlotLoss(nn.Module):
     """The drafter under its objective: the one module that data parallelism wraps."""
 
-    def __init__(self, drafter: MedusaHeads, target: Target, recipe: Recipe) -> None:
+    def __init__(self, drafter: Learned, target: Target, recipe: Recipe) -> None:
         super().__init__()
         self.drafter, self.target, self.chunk = drafter, target, recipe.train.chunk
-        self.objective = Objective(recipe.objective, drafter.depth)
+        self.depth = recipe.drafter.trained_slots
+        self.objective = Objective(recipe.objective, self.depth)
 
     def denominator(self, batch: Batch) -> Tensor:
         """What this batch adds to the step's denominator; scalar."""
-        labels = label_slots(batch, all_roots(batch), self.drafter.depth)
+        labels = label_slots(batch, all_roots(batch), self.depth)
         return self.objective.denominator(labels, self.drafter.head())
 
     def forward(self, batch: Batch, states: TargetStates, *, metrics: bool) -> tuple[Tensor, Sums]:
@@ -54,7 +55,7 @@ class Training:
     folder: Path
     accelerator: Accelerator
     target: Target
-    drafter: MedusaHeads
+    drafter: Learned
     loss: SlotLoss
     model: nn.Module  # `loss`, wrapped when there are several processes
     optimizer: AcceleratedOptimizer
@@ -62,8 +63,9 @@ class Training:
     held_out: list[Document]
     journal: Journal
     meter: Meter
+    features: FeatureCache | None = None  # None: the target computes its states in every step
     step: int = 0
-    seconds: float = 0.0  # spent in steps
+    seconds: float = 0.0  # spent in steps, and on the feature cache before them
     supervised: int = 0  # tokens learned from, up to the last log line
     grad_norm: float = 0.0  # before clipping, of the last step that was not skipped
     parameters: dict[str, nn.Parameter] = field(init=False)
@@ -89,6 +91,12 @@ class Training:
             self.planned = (epoch, self.plan(epoch))
         return self.planned[1][index]
 
+    def states(self, rows: Sequence[int], batch: Batch) -> TargetStates:
+        """The target's states of the batch of these rows: computed, or read from the cache."""
+        if self.features is None:
+            return self.target.states(batch)
+        return self.features.states(rows)
+
 
 def prepare(recipe: Recipe, run: Path) -> Training:
     """Load the target and the rows, build the drafter and its optimizer. Raises UserError."""
@@ -99,10 +107,12 @@ def prepare(recipe: Recipe, run: Path) -> Training:
         journal.say(f"{number} rows dropped: {reason}")
     training, held_out = split_held_out(documents, recipe.data.held_out, recipe.seed)
     target = Target.load(recipe.target)
-    check_origin(run / "rows", target, journal)
+    check_origin(run / "rows", target, journal.say)
     check_ids(documents, target, run / "rows")
+    training = without_known(recipe, target, training)
     set_seed(recipe.seed)
-    drafter = build(recipe.drafter, target, draft_ids(recipe, target, training))
+    ids = draft_ids(recipe, target, training)
+    drafter = cast(Learned, build(recipe.drafter, target, ids))  # it has trained_slots
     loss = SlotLoss(drafter, target, recipe)
     model, optimizer = accelerator.prepare(loss, adamw(trainable(drafter), recipe.optim))
     return Training(
@@ -121,7 +131,7 @@ def prepare(recipe: Recipe, run: Path) -> Training:
     )
 
 
-def check_origin(folder: Path, target: Target, journal: Journal) -> None:
+def check_origin(folder: Path, target: Target, say: Callable[[str], None]) -> None:
     """The rows must be this target's own answers; another precision is only named."""
     # Rows that were made before the content was kept say nothing about it.
     made = {"content": target.fingerprint["content"], **read_manifest(folder)["target"]}
@@ -137,9 +147,7 @@ def check_origin(folder: Path, target: Target, journal: Journal) -> None:
             "recipe); let this target answer, or name the target that did"
         )
     if precision is not None:
-        journal.say(
-            f"warning: the rows were made in another precision ({precision}, rows / recipe)"
-        )
+        say(f"warning: the rows were made in another precision ({precision}, rows / recipe)")
 
 
 def check_ids(documents: Sequence[Document], target: Target, folder: Path) -> None:
@@ -175,10 +183,11 @@ def start_processes(recipe: Recipe) -> Accelerator:
 
 def draft_ids(recipe: Recipe, target: Target, documents: Sequence[Document]) -> Tensor | None:
     """The reduced draft vocabulary, counted on the training data; None for the whole."""
-    size = recipe.drafter.draft_vocab
-    if size is None:
-        return None
-    return torch.tensor(most_frequent(documents, size, target.vocab_size, always=target.eos_ids))
+    match recipe.drafter:
+        case MedusaConfig(draft_vocab=int(size)) | DraftModelConfig(draft_vocab=int(size)):
+            always = target.eos_ids
+            return torch.tensor(most_frequent(documents, size, target.vocab_size, always=always))
+    return None
 
 
 def adamw(parameters: dict[str, nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
@@ -197,11 +206,3 @@ def adamw(parameters: dict[str, nn.Parameter], config: OptimConfig) -> torch.opt
         betas=config.betas,
         fused=True,  # in one pass; on CPU and CUDA repeatable bit for bit
     )
-
-
-def fingerprint(documents: Sequence[Document]) -> str:
-    """Digest of what is trained on: ids and their supervision, in order."""
-    digest = hashlib.sha256()
-    for document in documents:
-        digest.update(array("q", document.ids).tobytes() + bytes(document.supervised) + b";")
-    return digest.hexdigest()

@@ -10,11 +10,12 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from draftsmith.data.features import FeatureCache
 from draftsmith.drafters.checkpoint import save_drafter, target_metadata
 from draftsmith.drafters.slots import Batch
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files import cannot_write
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.checkpoint import cannot_write
 from draftsmith.train.resume import resume, save
 from draftsmith.train.schedule import lr_share
 from draftsmith.train.setup import Training, prepare
@@ -30,10 +31,26 @@ def train(recipe: Recipe, run: Path) -> Path:
     try:
         resume(training)
         introduce(training)
+        cache_features(training)
         fit(training)
         return finish(training)
     finally:
         training.journal.close()
+
+
+def cache_features(t: Training) -> None:
+    """Compute the target's states of all rows, or what is missing of them, where asked to."""
+    if not t.recipe.train.feature_cache or t.step == t.total:
+        return
+    began = time.perf_counter()
+    cache = FeatureCache(t.target, t.rows, t.folder / "features")
+    t.journal.say(cache.check())
+    t.accelerator.wait_for_everyone()  # nothing is written before all have checked
+    share = (t.accelerator.process_index, t.accelerator.num_processes)
+    cache.fill(share=share, shown=t.accelerator.is_main_process)
+    t.accelerator.wait_for_everyone()
+    t.features = cache
+    t.seconds += time.perf_counter() - began
 
 
 def fit(t: Training) -> None:
@@ -63,35 +80,40 @@ def take_step(t: Training) -> None:
     share = lr_share(t.step, t.total, t.recipe.optim)
     for group in t.optimizer.param_groups:
         group["lr"] = t.recipe.optim.lr * share
-    batches = micro_batches(t)
+    pieces = micro_batches(t)
+    batches = [batch for _, batch in pieces]
     # Counted before any forward and over all processes: the loss does not depend on how rows are
     # spread over micro-batches and processes, and all processes skip an empty step together.
     own = torch.stack([t.loss.denominator(batch) for batch in batches]).sum()
     denominator = t.accelerator.reduce(own, reduction="sum")
     if denominator > 0:
-        for batch in batches:
+        for rows, batch in pieces:
             last = batch is batches[-1]
             with contextlib.nullcontext() if last else t.accelerator.no_sync(t.model):
-                backward(t, batch, denominator)
+                backward(t, rows, batch, denominator)
         apply_gradients(t)
     count(t, batches, own, seconds=time.perf_counter() - began, skipped=not denominator > 0)
     t.step += 1
 
 
-def micro_batches(t: Training) -> list[Batch]:
-    """This process's share of the step's rows. One without any takes an unsupervised row along."""
+def micro_batches(t: Training) -> list[tuple[list[int], Batch]]:
+    """This process's share of the step: rows and their batches.
+
+    A process without any takes an unsupervised row along.
+    """
     rows, size = t.next_rows(), t.recipe.train.rows_per_micro_batch
     own = rows[t.accelerator.process_index :: t.accelerator.num_processes]
     if not own:
         batch = t.rows.batch(rows[:1]).to(t.target.device)
-        return [dataclasses.replace(batch, supervised=torch.zeros_like(batch.supervised))]
+        nothing = torch.zeros_like(batch.supervised)
+        return [(rows[:1], dataclasses.replace(batch, supervised=nothing))]
     pieces = [own[i : i + size] for i in range(0, len(own), size)]
-    return [t.rows.batch(piece).to(t.target.device) for piece in pieces]
+    return [(piece, t.rows.batch(piece).to(t.target.device)) for piece in pieces]
 
 
-def backward(t: Training, batch: Batch, denominator: Tensor) -> None:
+def backward(t: Training, rows: list[int], batch: Batch, denominator: Tensor) -> None:
     """Add a micro-batch's share of the step's gradient."""
-    states = t.target.states(batch)
+    states = t.states(rows, batch)
     bf16 = t.recipe.train.precision == "bf16"
     metrics = is_due(t, t.recipe.train.log_every, ahead=1)
     with torch.autocast(t.target.device.type, torch.bfloat16, enabled=bf16):

@@ -92,9 +92,21 @@ def test_held_out_documents_do_not_depend_on_order_or_number() -> None:
     assert {d.key for d in split_held_out(all_of_them, 10, seed=4)[1]} != {d.key for d in held}
 
 
+def test_answers_to_one_prompt_are_held_out_together() -> None:
+    endings = ["", " (answer 2)", " (answer 13)"]
+    several = [document(4, f"{i}{ending}") for i in range(20) for ending in endings]
+    train, held = split_held_out(several, 10, seed=3)
+    assert len(held) == 12  # the tenth document's prompt has two more answers
+    first = [{d.key.split()[0] for d in part} for part in (train, held)]
+    assert len(first[1]) == 4 and first[0].isdisjoint(first[1])
+
+
 def test_holding_everything_out_is_an_error() -> None:
+    endings = ["", " (answer 2)", " (answer 13)"]
     with pytest.raises(UserError, match=r"data.held_out: 3 documents .* only 3"):
         split_held_out(documents(0, 3, 4), 3, seed=0)
+    with pytest.raises(UserError, match=r"data.held_out: 2 documents .* other answers"):
+        split_held_out([document(4, f"a{ending}") for ending in endings], 2, seed=0)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -2,16 +2,23 @@
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from draftsmith.data.generate import Request, answer
-from draftsmith.data.memory import answering_memory, training_memory
-from draftsmith.data.plan import trained_parameters
-from draftsmith.drafters.medusa import MedusaHeads
+from draftsmith.data.memory import answering_memory
+from draftsmith.data.needs import (
+    LOGITS,
+    STATES,
+    TRAINED,
+    estimate_memory,
+    reduced_rows,
+    trained_parameters,
+)
+from draftsmith.drafters.methods import Learned, build
 from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.slots import Batch, all_roots
 from draftsmith.drafters.target import Target, TargetShape, shape_of
@@ -48,10 +55,11 @@ def described(target: Target) -> TargetShape:
 
 def step(recipe: Recipe, target: Target) -> Callable[[], None]:
     """The drafter's part of a logged training step on a full row, all of it supervised."""
-    ids = None if recipe.drafter.draft_vocab is None else torch.arange(recipe.drafter.draft_vocab)
-    drafter = MedusaHeads(recipe.drafter, target, ids)
-    objective = Objective(recipe.objective, recipe.drafter.heads)
-    tokens = torch.randint(recipe.drafter.draft_vocab or VOCAB, (1, recipe.data.max_length))
+    rows = reduced_rows(recipe.drafter)
+    ids = None if rows is None else torch.arange(rows)
+    drafter = cast(Learned, build(recipe.drafter, target, ids))
+    objective = Objective(recipe.objective, recipe.drafter.trained_slots)
+    tokens = torch.randint(rows or VOCAB, (1, recipe.data.max_length))
     positions = torch.arange(tokens.shape[1])[None]
     row = Batch(tokens, positions, torch.zeros_like(tokens), torch.ones_like(tokens).bool())
     states = target.states(row)
@@ -73,6 +81,9 @@ CASES: dict[str, dict[str, Any]] = {
     "coupled": {"objective": {"weights": "dpace"}},
     "low_rank": {"drafter": {"projection": "low_rank", "rank": 64}},
     "own": {"drafter": {"projection": "own", "heads": 2}},
+    "root": {"drafter": {"reads_root": True}},
+    "draft model": {"drafter": {"kind": "draft_model", "layers": 1}},
+    "own embedding": {"drafter": {"kind": "draft_model", "layers": 1, "embedding": "own"}},
 }
 
 
@@ -83,10 +94,10 @@ def test_a_training_step_holds_what_was_estimated(case: dict[str, Any]) -> None:
     target = tiny_target(VOCAB, hidden=64, dtype=dtype)
     shape = described(target)
     trained = trained_parameters(recipe.drafter, shape)
-    estimate = training_memory(recipe, shape, trained)
-    parts = ("one chunk of logits", "slot states and their gradients")
+    estimate = estimate_memory(recipe, shape, trained)
+    parts = {LOGITS, STATES, "draft model's activations"} & estimate.keys()
     # Of what is trained, the optimizer's two moments and the weights are there already.
-    gradients = estimate["trained weights, gradients, optimizer"] - 3 * 4 * trained
+    gradients = estimate[TRAINED] - 3 * 4 * trained
     ratio = allocated(step(recipe, target)) / (sum(estimate[part] for part in parts) + gradients)
     assert 0.65 < ratio <= 1
 
@@ -103,6 +114,5 @@ def test_answers_hold_the_cache_that_was_estimated(
     batch = [Request(str(i), [5] * (prompt - i), Sampling(), i) for i in range(8)]
     answer(target, batch, most, lambda done: None)
     estimate = answering_memory(recipe, described(target), prompt)
-    buffers = [(layer.key_buffer, layer.value_buffer) for layer in caches[0].layers]
-    held = sum(keys.nbytes + values.nbytes for keys, values in buffers)
+    held = sum(buffer.nbytes for layer in caches[0].buffered for buffer in layer.buffers)
     assert estimate["keys and values"] == held

@@ -1,21 +1,25 @@
 """The plan: counts that agree with the real thing, and refusals before any weight is loaded."""
 
+import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from draftsmith.data import plan as planning
+from draftsmith.data.counts import TEMPLATE_TOKENS, estimate_steps
+from draftsmith.data.needs import trained_parameters
 from draftsmith.data.plan import (
-    estimate_steps,
     free_disk,
     make_plan,
     render,
     size,
-    trained_parameters,
 )
 from draftsmith.drafters.methods import build, trainable
 from draftsmith.drafters.target import TargetShape, describe
+from draftsmith.recipes.entry import run_folder
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MedusaConfig, Recipe, TargetConfig
 from tests.tiny import tiny_target
@@ -29,7 +33,7 @@ def make(tiny_folder: Path, tmp_path: Path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "question {i}"}}\n' for i in range(20)))
     questions = tmp_path / "questions.jsonl"
-    questions.write_text("".join(f'{{"prompt": "Question {i}?"}}\n' for i in range(20)))
+    questions.write_text("".join(f'{{"prompt": "request {i}"}}\n' for i in range(20)))
 
     def make(**changes: Any) -> Recipe:
         data = {
@@ -49,14 +53,16 @@ def make(tiny_folder: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("projection", ["shared", "low_rank", "own"])
 @pytest.mark.parametrize("draft_vocab", [None, 100])
+@pytest.mark.parametrize("reads_root", [False, True])
 def test_trained_parameters_are_those_of_the_real_heads(
-    projection: str, draft_vocab: int | None
+    projection: str, draft_vocab: int | None, reads_root: bool
 ) -> None:
     import torch
 
     target = tiny_target()
     config = MedusaConfig.model_validate(
         {"heads": 3, "projection": projection, "rank": 8, "draft_vocab": draft_vocab}
+        | {"reads_root": reads_root}
     )
     ids = None if draft_vocab is None else torch.arange(draft_vocab)
     real = sum(parameter.numel() for parameter in trainable(build(config, target, ids)).values())
@@ -64,6 +70,8 @@ def test_trained_parameters_are_those_of_the_real_heads(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
         layers=target.layers,
+        layer_parameters=(1,),
+        embedding_parameters=1,
         max_positions=4096,
         cached_numbers=1,
         parameters=1,
@@ -93,6 +101,20 @@ def test_the_plan_counts_without_loading_weights(
     assert "for a batch of answers" in text and "for a training step" in text
 
 
+def test_self_written_prompts_are_counted_as_if_all_were_kept(make) -> None:
+    plain, recipe = (
+        make_plan(make()),
+        make(data={"self_written": {"count": 7, "max_new_tokens": 9}}),
+    )
+    plan = make_plan(recipe)
+    assert plan.prompts == 27 and plan.tokens is not None and plain.tokens is not None
+    assert plan.tokens - plain.tokens == 7 * (9 + TEMPLATE_TOKENS + 32)
+    assert plan.disk["self-written turns"] > 0 and "self-written turns" not in plain.disk
+    assert plan.disk["rows"] > plain.disk["rows"]
+    assert "27 to train on (up to 7 self-written), 20 to report on" in render(plan, recipe)
+    assert "self-written" not in render(plain, make())
+
+
 def test_steps_are_an_upper_bound_that_max_steps_cuts(make) -> None:
     recipe = make(train={"epochs": 3, "rows_per_step": 4, "rows_per_micro_batch": 2})
     assert estimate_steps(recipe, tokens=128 * 4) == 3
@@ -109,6 +131,10 @@ def test_steps_are_an_upper_bound_that_max_steps_cuts(make) -> None:
         ({"train": {"rows_per_step": 2}}, "train.rows_per_micro_batch: 4 does not divide"),
         ({"train": {"rows_per_step": 6}}, "train.rows_per_micro_batch: 4 does not divide"),
         ({"data": {"max_prompt_tokens": 128}}, "data.max_prompt_tokens: 128 leaves no room"),
+        (
+            {"data": {"self_written": {"count": 1, "max_new_tokens": 64}}},
+            "data.self_written.max_new_tokens: turns of 64 tokens leave no room",
+        ),
         ({"data": {"held_out": 20}}, "data.held_out: 20 documents are kept away"),
         (
             {"data": {"distil": {"max_new_tokens": 4096}}},
@@ -117,7 +143,7 @@ def test_steps_are_an_upper_bound_that_max_steps_cuts(make) -> None:
         ({"eval": {"max_new_tokens": 4030}}, "eval.max_new_tokens: prompts of up to 64 tokens"),
         (
             {"objective": {"weights": "list", "slot_weights": [1.0, 1.0]}},
-            "objective.slot_weights: 2 given, drafter.heads is 5",
+            "objective.slot_weights: 2 given for 5 slots",
         ),
         ({"objective": {"slot_weights": [1.0]}}, "objective.slot_weights: not used with"),
         ({"target": {"model": "/nowhere"}}, "target.model: no folder /nowhere"),
@@ -153,6 +179,21 @@ def test_a_disk_that_is_too_small_is_refused(make, monkeypatch: pytest.MonkeyPat
         make_plan(make())
 
 
+def test_the_feature_cache_is_a_part_of_the_disk(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "features" not in make_plan(make()).disk
+    recipe = make(train={"feature_cache": True})
+    plan = make_plan(recipe)
+    assert plan.tokens is not None and plan.disk["features"] == plan.tokens * 32 * 2
+    assert re.search(r"\n +[0-9.]+ kB  features\n", render(plan, recipe))
+    shard = run_folder(recipe) / "features" / "shard-00000.safetensors"
+    shard.parent.mkdir(parents=True)
+    shard.write_bytes(b"x" * 1000)
+    assert make_plan(recipe).disk["features"] == plan.disk["features"] - 1000
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(UserError, match=r"1 kB are free; .* or leave out train\.feature_cache"):
+        make_plan(recipe)
+
+
 def test_a_memory_that_is_too_small_is_refused(make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "device_memory", lambda recipe: 1000)
     with pytest.raises(UserError, match="weights, gradients and optimizer need"):
@@ -179,7 +220,7 @@ def test_prompts_of_the_evaluation_are_not_counted_and_named(make, tmp_path: Pat
     plan = make_plan(recipe)
     assert (plan.prompts, plan.eval_prompts) == (19, 2)
     assert plan.notes[-1] == "training prompts that are evaluation prompts too are left out: 1"
-    with pytest.raises(UserError, match="Dropped: 20 also an evaluation prompt"):
+    with pytest.raises(UserError, match="Dropped: 20 copy of an evaluation prompt"):
         make_plan(make(data={"eval_prompts": recipe.data.prompts}))
 
 
@@ -187,12 +228,16 @@ def test_notes_name_what_does_nothing(make) -> None:
     recipe = make(
         data={"distil": {"max_new_tokens": 32, "top_p": 0.9, "greedy_share": 0.5}},
         optim={"warmup_steps": 1000},
+        train={"epochs": 1, "feature_cache": True},
     )
     notes = "\n".join(make_plan(recipe).notes)
     assert "data.distil: top_p and top_k do nothing" in notes
     assert "greedy_share does nothing" in notes
     assert "optim.warmup_steps (1000) outlasts" in notes
+    assert "train.feature_cache saves no time" in notes
     assert make_plan(make(optim={"warmup_steps": 0})).notes == ()
+    same = make(data={"self_written": {"count": 2, "max_new_tokens": 8, "temperature": 0.0}})
+    assert "every turn is the same at temperature 0" in "\n".join(make_plan(same).notes)
 
 
 def test_prompts_on_the_hub_are_not_fetched_for_a_plan(make) -> None:

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from draftsmith.data import starter
-from draftsmith.data.prompts import Prompt, PromptSet, content_key, keyed_number, load_prompts
+from draftsmith.data.prompts import (
+    Prompt,
+    PromptSet,
+    content_key,
+    keyed_number,
+    load_prompts,
+    normalised,
+)
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DataConfig
 
@@ -175,12 +182,26 @@ SAME = {
 
 @pytest.mark.parametrize("row", SAME.values(), ids=SAME)
 def test_what_is_evaluated_on_is_not_trained_on(tmp_path: Path, row: dict[str, object]) -> None:
-    others = [{"prompt": "Why is the sky blue"}, {"messages": [USER, USER]}]
+    others = [{"prompt": "Why is the sea blue?"}, {"messages": [USER, USER]}]
     config = DataConfig(prompts=write(tmp_path / "p.jsonl", [row, *others]), limit=2)
     evaluated = load(write(tmp_path / "e.jsonl", [{"prompt": USER["content"]}])).prompts
     found = load_prompts(config, split="train", seed=0, evaluated=evaluated)
-    assert len(found.prompts) == 2 and found.dropped == {"also an evaluation prompt": 1}
+    assert len(found.prompts) == 2 and found.dropped == {"copy of an evaluation prompt": 1}
     assert len(load_prompts(config, split="train", seed=1).prompts) == 2
+
+
+def test_several_answers_are_copies_of_a_prompt_under_keys_of_their_own(tmp_path: Path) -> None:
+    source = write(tmp_path / "p.jsonl", [{"id": i, "prompt": f"say {i}"} for i in range(4)])
+    hot = {"temperature": 1.0}
+    found = load(source, limit=3, answers=2, distil=hot).prompts
+    assert len({prompt.key for prompt in found}) == 6
+    assert len({prompt.messages[0]["content"] for prompt in found}) == 3
+    assert keys(found)[:3] == keys(load(source, limit=3).prompts)  # the first ones are themselves
+    with pytest.raises(ValueError, match="equal at temperature 0"):
+        DataConfig(answers=2)
+    rows = [{"id": "a", "prompt": "x"}, {"id": "a (answer 2)", "prompt": "y"}]
+    with pytest.raises(UserError, match="needed for another answer"):
+        load(write(tmp_path / "q.jsonl", rows), answers=2, distil=hot)
 
 
 def test_limit_draws_the_same_prompts_in_any_order_and_grows_by_addition(tmp_path: Path) -> None:
@@ -307,3 +328,12 @@ def test_keyed_numbers_are_uniform_and_independent_by_purpose() -> None:
     assert abs(sum(first) / 2000 - 0.5) < 0.03
     both = sum(a < 0.5 and b < 0.5 for a, b in zip(first, second, strict=True)) / 2000
     assert abs(both - 0.25) < 0.04
+
+
+def test_normalised_is_idempotent_and_blind_to_case_space_and_outer_punctuation() -> None:
+    numbers = random.Random(0)
+    for _ in range(200):
+        text = "".join(numbers.choices("aBß é.!?'  \n", k=12))
+        plain = normalised(text)
+        assert normalised(plain) == plain == normalised(f'  "{text.swapcase()}"\n')
+    assert normalised("It's Ok!") == "it's ok"

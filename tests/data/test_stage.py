@@ -24,4 +24,4 @@ def test_prompts_of_the_evaluation_are_left_out_and_counted(
     target = {"model": str(tiny_folder), "device": "cpu"}
     prepare(Recipe.model_validate({"name": "x", "target": target, "data": data}), tmp_path)
     assert [row["messages"][0]["content"] for row in read_rows(tmp_path / "rows")] == ["c", "a"]
-    assert "1 prompts left out: 1 also an evaluation prompt" in capsys.readouterr().out
+    assert "1 prompts left out: 1 copy of an evaluation prompt" in capsys.readouterr().out

@@ -19,9 +19,9 @@ CASES = [
 ]
 
 
-def trained(target, projection="shared", ids=None, heads=3):
+def trained(target, projection="shared", ids=None, heads=3, **more):
     ids = None if ids is None else torch.tensor(ids)
-    config = MedusaConfig(heads=heads, projection=projection, rank=4)
+    config = MedusaConfig(heads=heads, projection=projection, rank=4, **more)
     drafter = methods.build(config, target, ids)
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -34,10 +34,11 @@ def save(drafter, target, folder, **extra):
     checkpoint.save_drafter(drafter, folder, meta)
 
 
+@pytest.mark.parametrize("reads_root", [False, True])
 @pytest.mark.parametrize(("projection", "ids"), CASES)
-def test_what_is_loaded_is_what_was_saved(tmp_path, projection, ids):
+def test_what_is_loaded_is_what_was_saved(tmp_path, projection, ids, reads_root):
     target = tiny_target(40)
-    drafter = trained(target, projection, ids)
+    drafter = trained(target, projection, ids, reads_root=reads_root)
     save(drafter, target, tmp_path / "drafter", tree=[[0], [0, 1]])
     again = checkpoint.load_drafter(tmp_path / "drafter", target)
     assert again.config == drafter.config
@@ -74,7 +75,7 @@ def test_own_heads_are_what_fasterdecoding_reads(tmp_path):
     )
     from draftsmith.drafters.projection import slot_logits
 
-    ours = slot_logits(drafter.states(x), drafter.head())[:, 1]
+    ours = slot_logits(drafter.states(x, torch.zeros(5).long()), drafter.head())[:, 1]
     torch.testing.assert_close(block @ tensors["1.1.weight"].T, ours)
 
 

@@ -14,14 +14,15 @@ from tests.tiny import tiny_target
 KINDS = ["shared", "low_rank", "own"]
 
 
+@pytest.mark.parametrize("reads_root", [False, True])
 @pytest.mark.parametrize("projection", KINDS)
 @pytest.mark.parametrize("ids", [None, torch.tensor([2, 5, 9, 30])], ids=["full", "reduced"])
-def test_every_head_starts_as_the_targets_own(projection, ids):
+def test_every_head_starts_as_the_targets_own(projection, ids, reads_root):
     target = tiny_target(40)
-    config = MedusaConfig(heads=3, projection=projection, rank=4)
+    config = MedusaConfig(heads=3, projection=projection, rank=4, reads_root=reads_root)
     drafter = methods.build(config, target, ids)
     hidden = torch.randn(7, target.hidden_size)
-    logits = slot_logits(drafter.states(hidden), drafter.head(), target.adjust)
+    logits = slot_logits(drafter.states(hidden, torch.arange(7)), drafter.head(), target.adjust)
     want = target.logits(hidden) if ids is None else target.logits(hidden)[:, ids]
     torch.testing.assert_close(logits, want[:, None].expand_as(logits))
 
@@ -44,16 +45,30 @@ def test_only_the_drafters_own_parameters_train(projection):
         assert not torch.equal(drafter.own[0], target.head_weight)
 
 
+def test_heads_that_read_the_root_train_one_more_matrix_each_and_see_it():
+    target = tiny_target(40, tied=True)
+    drafter = methods.build(MedusaConfig(heads=2, reads_root=True), target, None)
+    d = target.hidden_size
+    sizes = {name: p.numel() for name, p in methods.trainable(drafter).items()}
+    assert sizes == {"weight": 2 * d * d, "bias": 2 * d, "root_weight": 2 * d * d}
+    assert drafter.embedding.data_ptr() == target.embedding.data_ptr()  # no copy
+    with torch.no_grad():
+        drafter.root_weight.normal_()
+    hidden = torch.randn(1, d).expand(3, d)
+    first, second, again = drafter.states(hidden, torch.tensor([5, 6, 5]))
+    assert torch.equal(first, again) and not torch.allclose(first, second)
+
+
 def test_proposals_lay_slot_guesses_out_as_the_tree():
     target = tiny_target(40)
     drafter = methods.build(MedusaConfig(heads=2), target, None)
     with torch.no_grad():
         drafter.weight.normal_()
     hidden = torch.randn(1, 3, target.hidden_size)
-    state = drafter.start(hidden[..., 0].long(), TargetStates(hidden))
+    state = drafter.start(hidden[..., 0].long(), torch.tensor([3]), TargetStates(hidden))
     tree = Tree(((0,), (2,), (0, 1), (2, 0)))
     plan = Plan(tree, Sampling(), SeededCoins([0]))
     tokens = drafter.propose(state, torch.tensor([4]), plan).tokens[0].tolist()
-    logits = slot_logits(drafter.states(hidden[:, -1]), drafter.head())[0]
+    logits = slot_logits(drafter.states(hidden[:, -1], torch.tensor([4])), drafter.head())[0]
     order = logits.argsort(dim=-1, descending=True).tolist()
     assert tokens == [order[0][0], order[0][2], order[1][1], order[1][0]]

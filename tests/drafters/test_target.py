@@ -7,13 +7,15 @@ from transformers import (
     GPTNeoXConfig,
     GraniteConfig,
     MistralConfig,
-    Qwen3NextConfig,
 )
 
 from draftsmith.drafters import target as target_file
 from draftsmith.drafters.content import BLOCK, BLOCKS, folder_content
+from draftsmith.drafters.layout import lay_out
+from draftsmith.drafters.proposal import Proposal
 from draftsmith.drafters.slots import Batch
 from draftsmith.drafters.target import Target, describe, make_fingerprint, pick_device
+from draftsmith.drafters.tree import chain
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetConfig
 from tests.tiny import tiny_model, tiny_target
@@ -114,63 +116,86 @@ def test_steps_with_a_cache_equal_one_pass():
     ids = torch.randint(0, 200, (2, 12))
     whole = target.base(input_ids=ids).last_hidden_state
     cache = target.new_cache()
-    parts = []
-    for start, end in ((0, 5), (5, 6), (6, 12)):
-        parts.append(target.step(ids[:, start:end], torch.arange(start, end)[None], cache))
+    parts = [target.step(ids[:, a:b], cache) for a, b in ((0, 5), (5, 6), (6, 12))]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole)
-    cache.crop(7)
-    again = target.step(ids[:, 7:], torch.arange(7, 12)[None], cache)
-    torch.testing.assert_close(again, whole[:, 7:])
+    cache.crop([7, 7])
+    torch.testing.assert_close(target.step(ids[:, 7:], cache), whole[:, 7:])
+
+
+def test_rows_of_unequal_length_are_as_if_each_were_alone():
+    target = tiny_target()
+    ids, lengths = torch.randint(0, 200, (3, 90)), torch.tensor([4, 61, 17])
+    cache = target.new_cache()
+    first = target.prefill(ids[:, :61], lengths, cache)
+    parts = [
+        target.step(torch.stack([r[n : n + 3] for r, n in zip(ids, lengths, strict=True)]), cache)
+    ]
+    cache.crop([5, 64, 18])
+    cache.select(torch.tensor([2, 0, 1]))
+    order = ids[[2, 0, 1]]
+    parts.append(
+        target.step(
+            torch.stack([r[n:][:20] for r, n in zip(order, (18, 5, 64), strict=True)]), cache
+        )
+    )
+    assert cache.lengths == [38, 25, 84]
+    for row, length in enumerate(lengths.tolist()):
+        want = target.base(input_ids=ids[row : row + 1]).last_hidden_state[0]
+        torch.testing.assert_close(first[row, :length], want[:length])
+        torch.testing.assert_close(parts[0][row], want[length : length + 3])
+    for row, (source, start) in enumerate(((2, 18), (0, 5), (1, 64))):
+        want = target.base(input_ids=ids[source : source + 1]).last_hidden_state[0]
+        torch.testing.assert_close(parts[1][row], want[start : start + 20])
+
+
+PARENT = torch.tensor([[0, 0, 2], [0, 1, 1]])  # nodes 1.. of two rows
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_kept_tree_path_is_as_if_it_had_been_fed_alone(attention):
+@pytest.mark.parametrize("lengths", [[3, 3], [3, 7]], ids=["even", "ragged"])
+def test_a_kept_tree_path_is_as_if_it_had_been_fed_alone(attention, lengths):
     target = tiny_target()
     target.model.set_attn_implementation(attention)
-    cache, alone = target.new_cache(), target.new_cache()
-    prompt = torch.tensor([[30, 31, 32]])
-    for one in (cache, alone):
-        target.step(prompt, torch.arange(3)[None], one)
-    visible = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()
-    mask = torch.cat([torch.ones(4, 3).bool(), visible], dim=1)[None, None]
-    nodes = torch.tensor([[40, 41, 42, 43]])
-    hidden = target.step(nodes, torch.tensor([[3, 4, 4, 5]]), cache, mask)
-    cache.keep(3, torch.tensor([0, 2, 3]))
-    path = target.step(torch.tensor([[40, 42, 43]]), torch.tensor([[3, 4, 5]]), alone)
-    torch.testing.assert_close(hidden[:, [0, 2, 3]], path)
-    assert cache.length == alone.length == 6
-    after = [target.step(torch.tensor([[50]]), torch.tensor([[6]]), one) for one in (cache, alone)]
-    torch.testing.assert_close(*after)
+    ids = torch.randint(0, 200, (2, 12))
+    cache = target.new_cache()
+    target.prefill(ids[:, : max(lengths)], torch.tensor(lengths), cache)
+    tokens = torch.tensor([[40, 41, 42, 43], [50, 51, 52, 53]])
+    proposal = Proposal(tokens[:, 1:], PARENT, torch.ones(2, 3).bool())
+    fed, nodes = lay_out(proposal, chain(3))
+    hidden = target.step(torch.cat([tokens[:, :1], fed.tokens], dim=1), cache, nodes)
+    path = torch.tensor([[0, 2, 3], [0, 1, 0]])
+    cache.keep(lengths, path, [3, 2], moved=True)
+    after = target.step(torch.tensor([[60, 61], [70, 71]]), cache)
+    for row, kept in enumerate(([0, 2, 3], [0, 1])):
+        context = ids[row, : lengths[row]].tolist() + tokens[row, kept].tolist()
+        alone = torch.tensor([[*context, *([60, 61], [70, 71])[row]]])
+        want = target.base(input_ids=alone).last_hidden_state[0, lengths[row] :]
+        torch.testing.assert_close(hidden[row, kept], want[: len(kept)])
+        torch.testing.assert_close(after[row], want[len(kept) :])
+
+
+def test_masks_that_the_attention_cannot_take_are_refused():
+    target = tiny_target()
+    cache = target.new_cache()
+    target.prefill(torch.ones(2, 3).long(), torch.tensor([2, 3]), cache)
+    target.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(UserError, match="sdpa"):
+        target.step(torch.ones(2, 1).long(), cache)
 
 
 def test_crop_refuses_what_is_not_there():
-    cache = tiny_target().new_cache()
-    with pytest.raises(ValueError, match="cannot crop"):
-        cache.crop(3)
-
-
-def test_state_that_cannot_be_rolled_back_is_refused():
-    config = Qwen3NextConfig(
-        **SMALL,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        layer_types=["linear_attention", "full_attention"],
-    )
-    with pytest.raises(UserError, match="linear_attention"):
-        target_of(config).new_cache()
-
-
-def test_a_mask_beyond_the_sliding_window_is_refused():
-    target = target_of(MistralConfig(**SMALL, sliding_window=4))
+    target = tiny_target()
     cache = target.new_cache()
-    ids = torch.arange(6)[None]
-    with pytest.raises(UserError, match="window of 4"):
-        target.step(ids, ids, cache, torch.ones(1, 1, 6, 6).bool())
+    target.step(torch.ones(2, 3).long(), cache)
+    with pytest.raises(ValueError, match="cannot crop"):
+        cache.crop([3, 4])
+
+
+def test_state_of_an_unknown_kind_is_refused():
+    target = tiny_target()
+    target.layer_types = {"compressed_sparse_attention"}
+    with pytest.raises(UserError, match="has compressed_sparse_attention layers"):
+        target.new_cache()
 
 
 def test_gpt_neox_names_work_too():

@@ -10,7 +10,8 @@ from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.tree import chain, search_tree
 from draftsmith.eval import bench
 from draftsmith.eval.bench import Arm, BenchPrompt, generate, greedy_arms, measure, sampled_arms
-from draftsmith.eval.decode import Decoded, Round, decode
+from draftsmith.eval.decode import Decoded, decode
+from draftsmith.eval.rows import Round
 from draftsmith.eval.summary import (
     PromptTotals,
     Trial,

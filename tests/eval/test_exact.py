@@ -170,7 +170,10 @@ def test_alpha_is_the_probability_of_the_first_guess(target):
             with torch.no_grad():
                 output = target.base(torch.tensor([ids[: root + 1]]))
                 state = output.last_hidden_state[0]  # [T, D]
-                guess = int(target.logits(drafter.states(state[root - 1 : root])[0, 0]).argmax())
+                root_id = torch.tensor(ids[root : root + 1])
+                guess = int(
+                    target.logits(drafter.states(state[root - 1 : root], root_id)[0, 0]).argmax()
+                )
                 p = standardise(target.logits(state[root]).float(), sampling)
             want.append(float(p[guess]))
     assert first_slot_alpha(target, drafter, answers, sampling) == pytest.approx(

@@ -22,11 +22,12 @@ from draftsmith.eval.assemble import (
     stretches_of,
 )
 from draftsmith.eval.bench import Arm
-from draftsmith.eval.decode import Decoded, Round, decode
+from draftsmith.eval.decode import Decoded, decode
 from draftsmith.eval.markdown import render_markdown
 from draftsmith.eval.page import render_html
 from draftsmith.eval.prompts import evaluation_prompts
 from draftsmith.eval.report import Piece, Report, Sample, write_report
+from draftsmith.eval.rows import Round
 from draftsmith.eval.stage import Job, evaluate_checkpoint, evaluate_job, stored_recipe
 from draftsmith.eval.summary import Trial
 from draftsmith.eval.tables import result_table

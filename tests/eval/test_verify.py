@@ -1,6 +1,5 @@
 """Exactness by enumeration: every draw of the rule, weighted, against the target's own law."""
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -8,93 +7,37 @@ import torch
 
 from draftsmith.drafters.coins import SeededCoins
 from draftsmith.drafters.proposal import Proposal
-from draftsmith.drafters.sampler import Sampling, standardise
-from draftsmith.drafters.tree import Tree, chain
+from draftsmith.drafters.sampler import Sampling
 from draftsmith.eval.verify import Laws, point_mass
+from draftsmith.recipes.errors import UserError
 from tests.coins import distance, law_of
+from tests.toy import SAMPLINGS, START, TREES, ToyModel, output_law, play_round, target_law
 
-V, LENGTH = 3, 3
-
-TREES = {
-    "chain1": chain(1),
-    "chain2": chain(2),
-    "siblings": Tree(((0,), (1,))),
-    "all": Tree(((0,), (1,), (2,))),
-    "sparse": Tree(((0,), (1,), (0, 0), (1, 0))),
-    "deep": Tree(((0,), (1,), (0, 1), (0, 1, 0))),
-}
-SAMPLINGS = {
-    "greedy": Sampling(),
-    "plain": Sampling(1.0),
-    "cold": Sampling(0.5),
-    "top_k": Sampling(1.0, top_k=2),
-    "top_p": Sampling(1.3, top_p=0.7),
-    "both": Sampling(0.8, top_k=2, top_p=0.9),
-}
+LENGTH = 3
+ALL = {"greedy": Sampling(), **SAMPLINGS}
 
 
-class ToyModel:
-    """Random logits per context, and random guesses of a drafter per context and slot."""
-
-    def __init__(self, seed, sampling):
-        self.seed, self.sampling = seed, sampling
-
-    def logits(self, context):
-        noise = random.Random(f"{self.seed} {context}")
-        return torch.tensor([noise.gauss(0, 1) for _ in range(V)], dtype=torch.float64)
-
-    def law(self, context):
-        return standardise(self.logits(context), self.sampling).tolist()
-
-    def guesses(self, context, depth):
-        """Ranked tokens of one slot: a permutation, as top-k of a head gives distinct tokens."""
-        noise = random.Random(f"draft {self.seed} {context} {depth}")
-        return noise.sample(range(V), V)
+def answer(model, tree, coins, rule):
+    """LENGTH tokens by rounds of draft and verify, all of one script of coins."""
+    context = START
+    while len(context) < LENGTH + 1:
+        context += play_round(model, context, tree, rule, "point", coins)
+    return context[1 : LENGTH + 1]
 
 
-def propose(model, context, tree):
-    tokens = [model.guesses(context, len(path))[path[-1]] for path in tree.paths]
-    tokens = torch.tensor([tokens])
-    return Proposal(tokens, tree.parent[None], torch.ones_like(tokens).bool())
-
-
-def node_contexts(context, proposal):
-    """The context at every node: the committed one, then the drafted path to the node."""
-    contexts = [context]
-    for token, parent in zip(proposal.tokens[0].tolist(), proposal.parent[0].tolist(), strict=True):
-        contexts.append((*contexts[parent], token))
-    return contexts
-
-
-def answer(model, tree, coins, rule=point_mass):
-    """LENGTH tokens by rounds of draft and verify."""
-    context = ()
-    while len(context) < LENGTH:
-        proposal = propose(model, context, tree)
-        logits = torch.stack([model.logits(c) for c in node_contexts(context, proposal)])
-        verdict = rule(Laws(logits[None], model.sampling), proposal, coins)
-        path = verdict.path[0, : int(verdict.length)]
-        context = (*context, *proposal.tokens[0, path - 1].tolist(), int(verdict.next))
-    return context[:LENGTH]
-
-
-def target_law(model, context, left):
-    if left == 0:
-        return {(): 1.0}
-    return {
-        (token, *rest): p * share
-        for token, p in enumerate(model.law(context))
-        for rest, share in target_law(model, (*context, token), left - 1).items()
-    }
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("sampling", ALL.values(), ids=ALL)
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 def test_the_output_law_is_the_targets(tree, sampling):
-    for seed in range(2):
-        model = ToyModel(seed, sampling)
-        out = law_of(lambda coins, model=model: answer(model, tree, coins))
-        assert distance(out, target_law(model, (), LENGTH)) < 1e-12
+    model = ToyModel(0, sampling)
+    out = output_law(model, tree, point_mass, length=LENGTH)
+    assert distance(out, target_law(model, LENGTH)) < 1e-12
+
+
+def test_rounds_of_one_answer_share_their_coins():
+    """The law of whole answers, without taking rounds apart."""
+    model = ToyModel(1, SAMPLINGS["penalty"])
+    out = law_of(lambda coins: answer(model, TREES["sparse"], coins, point_mass))
+    assert distance(out, target_law(model, LENGTH)) < 1e-12
 
 
 def redrawing(laws, proposal, coins):
@@ -107,9 +50,9 @@ def redrawing(laws, proposal, coins):
 
 @pytest.mark.parametrize("name", ["chain1", "chain2", "siblings"])
 def test_redrawing_after_a_miss_is_biased_and_the_enumeration_sees_it(name):
-    model, tree = ToyModel(0, Sampling(1.0)), TREES[name]
-    want = target_law(model, (), LENGTH)
-    assert distance(law_of(lambda coins: answer(model, tree, coins, redrawing)), want) > 0.05
+    model = ToyModel(0, Sampling(1.0))
+    out = output_law(model, TREES[name], redrawing, length=LENGTH)
+    assert distance(out, target_law(model, LENGTH)) > 0.05
 
 
 def proposal_of(tokens, parent, valid=None):
@@ -154,8 +97,10 @@ def test_draws_that_the_rule_is_not_exact_for_are_refused(draw):
     tokens = torch.tensor([[1]])
     q = torch.ones(1, 1, 4) / 4
     proposal = Proposal(tokens, torch.zeros_like(tokens), tokens.bool(), q, draw)
-    with pytest.raises(ValueError, match="exact for draw 'point'"):
-        verify(proposal, torch.tensor([[1, 1]]))
+    with pytest.raises(UserError, match="point_mass is for draw 'point', not for"):
+        point_mass(Laws(torch.zeros(1, 2, 4), Sampling(1.0)), proposal, SeededCoins([0]))
+    verdict = verify(proposal, torch.tensor([[1, 2]]))  # greedy decoding weighs nothing by q
+    assert verdict.length.tolist() == [1] and verdict.next.tolist() == [2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

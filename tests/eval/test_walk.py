@@ -29,9 +29,10 @@ def answers(target, count=6, length=24):
     [chain(3), chain(1), Tree(((0,), (1,), (0, 0), (1, 2), (0, 0, 1)))],
     ids=["chain", "one", "tree"],
 )
-def test_walked_tau_is_decoded_tau(tree):
+@pytest.mark.parametrize("reads_root", [False, True])
+def test_walked_tau_is_decoded_tau(tree, reads_root):
     target = tiny_target(40, seed=1, spread=0.15, eos=(7,))
-    drafter = noisy_drafter(target, seed=1)
+    drafter = noisy_drafter(target, seed=1, reads_root=reads_root)
     documents = answers(target)
     result = walk(rank_table(target, drafter, documents, rows=2, chunk=128, max_length=40), tree)
     rounds = emitted = 0

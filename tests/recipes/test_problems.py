@@ -40,6 +40,10 @@ class Whole(Block):
         ),
         ({"kind": "mtp", "deph": 2}, ("drafter.deph", "unknown key; did you mean drafter.depth?")),
         (
+            {"kind": "mtp", "heads": 2},
+            ("drafter.heads", "unknown key; allowed here: kind, depth"),
+        ),
+        (
             3,
             (
                 "drafter",

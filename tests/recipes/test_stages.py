@@ -19,6 +19,8 @@ from draftsmith.recipes.stages import (
     run_stage,
 )
 
+WRITTEN = {"self_written": {"count": 3}}
+
 
 def recipe(**changes: Any) -> Recipe:
     """A recipe with changed blocks."""
@@ -80,14 +82,26 @@ def test_a_deleted_result_is_made_again_with_any_settings(tmp_path: Path) -> Non
     ("change", "stages"),
     [
         ({"data": {"distil": {"max_new_tokens": 9}}}, (DATA, TRAIN, EVAL)),
+        ({"data": WRITTEN}, (DATA, TRAIN, EVAL)),
         ({"data": {"held_out": 9}}, (TRAIN, EVAL)),
         ({"optim": {"lr": 1.0}}, (TRAIN, EVAL)),
         ({"eval": {"repeats": 3}}, (EVAL,)),
         ({"data": {"eval_prompts": "other.jsonl", "eval_split": "x"}}, (EVAL,)),
         ({"train": {"log_every": 1, "trackers": ["wandb"]}}, ()),
+        ({"train": {"chunk": 1, "feature_cache": True}}, ()),
         ({"runs": "elsewhere"}, ()),
     ],
-    ids=["distil", "held_out", "lr", "repeats", "eval_prompts", "cosmetic", "place"],
+    ids=[
+        "distil",
+        "self_written",
+        "held_out",
+        "lr",
+        "repeats",
+        "eval_prompts",
+        "cosmetic",
+        "rounding",
+        "place",
+    ],
 )
 def test_a_change_touches_the_stages_that_depend_on_it(
     tmp_path: Path, change: dict[str, Any], stages: tuple[Stage, ...]
@@ -122,6 +136,38 @@ def test_changed_evaluation_prompts_touch_the_report_alone(tmp_path: Path) -> No
     assert is_finished(mine, tmp_path, DATA) and is_finished(mine, tmp_path, TRAIN)
     with pytest.raises(UserError, match=r"contents of data\.eval_prompts"):
         is_finished(mine, tmp_path, EVAL)
+
+
+def test_self_written_prompts_are_kept_apart_from_the_evaluation_prompts(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "one"}\n')
+    data = {"eval_prompts": str(prompts), "self_written": {"count": 3}}
+    mine = recipe(data=data)
+    run_stage(mine, tmp_path, DATA, lambda: work(tmp_path, DATA))
+    assert is_finished(mine, tmp_path, DATA)
+    with pytest.raises(UserError, match=r"data\.self_written\.top_p: 0\.95 there, 0\.5 here"):
+        is_finished(
+            recipe(data=data | {"self_written": {"count": 3, "top_p": 0.5}}), tmp_path, DATA
+        )
+    prompts.write_text('{"prompt": "two"}\n')
+    with pytest.raises(UserError, match=r"contents of data\.eval_prompts"):
+        is_finished(mine, tmp_path, DATA)
+
+
+def test_knobs_of_what_is_off_are_no_settings(tmp_path: Path) -> None:
+    for stage in STAGES:
+        run_stage(recipe(), tmp_path, stage, lambda stage=stage: work(tmp_path, stage))
+    off = recipe(data={"self_written": {"top_p": 0.5}})
+    assert all(is_finished(off, tmp_path, stage) for stage in STAGES)
+    written = json.loads(marker(tmp_path, TRAIN).read_text())["settings"]
+    assert not any(key.startswith("data.self_written") for key in written)
+
+
+def test_turns_without_rows_are_not_taken_for_other_settings(tmp_path: Path) -> None:
+    run_stage(recipe(data=WRITTEN), tmp_path, DATA, lambda: (tmp_path / "self_written").mkdir())
+    assert not is_finished(recipe(data=WRITTEN), tmp_path, DATA)
+    with pytest.raises(UserError, match=r"self_written was made with other settings"):
+        is_finished(recipe(), tmp_path, DATA)
 
 
 def test_a_marker_that_names_more_than_it_must_still_counts(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_killed_anywhere_the_resumed_run_ends_as_the_undisturbed_one(target, tmp
     recipe = recipe_for(
         target,
         train={**knobs, "rows_per_micro_batch": 1},
-        drafter={"projection": "low_rank", "rank": 4},
+        drafter={"projection": "low_rank", "rank": 4, "reads_root": True},
     )
     rows = [counting_row(number) for number in range(48)]
 

@@ -169,10 +169,11 @@ def test_two_processes_equal_one(target, tmp_path):
     # is idle, and a step may have nothing to learn at all.
     rows = [counting_row(n, answer=1 if n % 3 == 0 else 28) for n in range(25)]
     jobs = []
-    for count in (3, 1):
+    for count, cache in ((3, False), (1, True)):
+        knobs = {"rows_per_step": count, "rows_per_micro_batch": 1, "feature_cache": cache}
         recipe = recipe_for(
             target,
-            train={"rows_per_step": count, "rows_per_micro_batch": 1, "eval_every": 9, "epochs": 2},
+            train={**knobs, "eval_every": 9, "epochs": 2},
             optim={"lr": 1e-3},
             data={"max_length": 32, "held_out": 3, "max_prompt_tokens": 16},
         )

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from draftsmith.recipes import progress
-from draftsmith.recipes.progress import Progress, span
+from draftsmith.data import bar
+from draftsmith.data.bar import Bar, span
 
 
 class Clock:
@@ -21,14 +21,14 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(progress, "time", clock)
+    monkeypatch.setattr(bar, "time", clock)
     return clock
 
 
 def test_a_log_has_a_line_now_and_then_and_one_at_the_end(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Progress("measure", 100, "answers") as work:
+    with Bar("measure", 100, "answers") as work:
         for _ in range(100):
             clock.now += 2
             work.advance()
@@ -43,7 +43,7 @@ def test_a_log_has_a_line_now_and_then_and_one_at_the_end(
 def test_what_was_done_before_took_no_time(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    work = Progress("distil", 100, "prompts", done=40)
+    work = Bar("distil", 100, "prompts", done=40)
     work.skip(20)
     clock.now += 20
     work.note("loss 1.5")
@@ -54,14 +54,14 @@ def test_what_was_done_before_took_no_time(
 
 
 def test_nothing_done_promises_nothing(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    work = Progress("train", 10, "steps", done=10)
+    work = Bar("train", 10, "steps", done=10)
     work.close()
-    Progress("train", 0, "steps").close()
+    Bar("train", 0, "steps").close()
     assert capsys.readouterr().err == "train: 10 of 10 steps\ntrain: 0 of 0 steps\n"
 
 
 def test_other_processes_are_silent(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress("train", 2, "steps", quiet=True) as work:
+    with Bar("train", 2, "steps", quiet=True) as work:
         clock.now += 100
         work.reach(2)
     assert capsys.readouterr().err == ""
@@ -71,7 +71,7 @@ def test_a_terminal_has_a_bar_that_lines_do_not_break(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with Progress("train", 4, "steps") as work:
+    with Bar("train", 4, "steps") as work:
         work.skip(1)
         work.note("loss 1.5")
         work.reach(4)

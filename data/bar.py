@@ -10,7 +10,7 @@ from tqdm import tqdm
 EVERY = 15.0  # seconds between the lines of a log
 
 
-class Progress:
+class Bar:
     """Counts what is done, and shows it on stderr with its rate and the time that is left."""
 
     def __init__(
@@ -18,7 +18,7 @@ class Progress:
     ) -> None:
         self.what, self.total, self.unit, self.quiet = what, total, unit, quiet
         self.done = self.before = done  # `before`: done at no cost of time
-        self.noted = ""
+        self.noted, self.tokens = "", 0
         self.began = self.told = time.perf_counter()
         self.bar: tqdm[Any] | None = None
         if sys.stderr.isatty() and not quiet:
@@ -50,6 +50,11 @@ class Progress:
         if self.bar is not None:
             self.bar.initial += count
         self.reach(self.done + count)
+
+    def count_tokens(self, more: int) -> None:
+        """So many more tokens were made: their rate is shown from now on."""
+        self.tokens += more
+        self.note(f"{self.tokens / (time.perf_counter() - self.began):.0f} tokens a second")
 
     def note(self, text: str) -> None:
         """What is shown behind the numbers from now on."""

@@ -1,0 +1,122 @@
+"""What a drafter needs to train: its parameters, and the bytes of a step."""
+
+from draftsmith.data.memory import BYTES, FROZEN, FULL, LIBRARIES, PROGRAM, WIDEST
+from draftsmith.drafters.draft_model import called
+from draftsmith.drafters.shallow import spread
+from draftsmith.drafters.target import TargetShape, describe
+from draftsmith.recipes.schema import (
+    DrafterConfig,
+    DraftModelConfig,
+    MedusaConfig,
+    Recipe,
+    TargetConfig,
+)
+
+TRAINED = "trained weights, gradients, optimizer"
+LOGITS, STATES = "one chunk of logits", "slot states and their gradients"
+
+
+def trained_parameters(config: DrafterConfig, shape: TargetShape) -> int:
+    """Parameters that take gradient steps (a test counts the real ones)."""
+    match config:
+        case MedusaConfig():
+            size, rows = shape.hidden_size, config.draft_vocab or shape.vocab_size
+            extra = {"shared": 0, "low_rank": config.rank * (size + rows), "own": rows * size}
+            blocks = (1 + config.reads_root) * size * size + size
+            return config.heads * (blocks + extra[config.projection])
+        case DraftModelConfig(models=()):
+            layers = [shape.layer_parameters[i] for i in spread(shape.layers, config.layers)]
+            embedding = shape.embedding_parameters
+            norms = shape.parameters - sum(shape.layer_parameters) - embedding
+            return sum(layers) + norms + (embedding if config.embedding == "own" else 0)
+    return 0
+
+
+def ready_parameters(config: DrafterConfig) -> int:
+    """Parameters of ready draft models that are read. Raises UserError for missing ones."""
+    if not isinstance(config, DraftModelConfig):
+        return 0
+    named = [("drafter.models", name) for name in config.models]
+    if config.boosts is not None and not config.models:
+        named.append(("drafter.boosts", config.boosts))
+    total = 0
+    for knob, name in named:
+        with called(knob):
+            total += describe(TargetConfig(model=name)).parameters
+    return total
+
+
+def estimate_memory(recipe: Recipe, shape: TargetShape, trained: int) -> dict[str, int]:
+    """Bytes of one training step, by part, every position supervised; of a walk over held-out
+    answers where no step is taken.
+
+    A sum is what is held at most: measured peaks are 0.65 to 1 of it (a test compares them).
+    """
+    drafter, width = recipe.drafter, BYTES[recipe.target.dtype]
+    positions = recipe.train.rows_per_micro_batch * recipe.data.max_length
+    rows = (reduced_rows(drafter) or 0) * shape.hidden_size
+    return {
+        LIBRARIES: PROGRAM,
+        FROZEN: (shape.parameters + rows + ready_parameters(drafter)) * width,
+        # Weights, gradients and two moments; what projects has its gradient twice more, added up.
+        TRAINED: (4 * trained + 2 * projecting(drafter, shape)) * FULL,
+        **step_memory(drafter, recipe, shape, positions),
+        "target's activations": positions
+        * (WIDEST * shape.hidden_size + recipe.data.max_length)
+        * width,
+    }
+
+
+def step_memory(
+    config: DrafterConfig, recipe: Recipe, shape: TargetShape, positions: int
+) -> dict[str, int]:
+    """Bytes that the drafter's part of a step takes, by part."""
+    # The states and their gradient, before and after it is scaled; half-precision temporaries.
+    states = 4 * positions * shape.hidden_size * FULL
+    match config:
+        case MedusaConfig():
+            inner = config.rank if config.projection == "low_rank" else 0
+            states += 4 * positions * inner * FULL
+            return {LOGITS: chunk_memory(recipe, shape), STATES: config.heads * states}
+        case DraftModelConfig(models=()):
+            # What a layer keeps for its gradient: about as much as 20 states.
+            kept = config.layers * (20 * shape.hidden_size + recipe.data.max_length)
+            return {
+                LOGITS: chunk_memory(recipe, shape),
+                STATES: states,
+                "draft model's activations": positions * kept * FULL,
+            }
+    return {}
+
+
+def reduced_rows(config: DrafterConfig) -> int | None:
+    """Rows of the head that drafts may use; None: all."""
+    return getattr(config, "draft_vocab", None)
+
+
+def projecting(config: DrafterConfig, shape: TargetShape) -> int:
+    """Trained parameters that project slot states to the vocabulary."""
+    rows = reduced_rows(config) or shape.vocab_size
+    match config:
+        case MedusaConfig():
+            columns = {"shared": 0, "low_rank": config.rank, "own": shape.hidden_size}
+            return config.heads * rows * columns[config.projection]
+        case DraftModelConfig(models=(), embedding="own"):
+            return rows * shape.hidden_size
+    return 0
+
+
+def chunk_memory(recipe: Recipe, shape: TargetShape) -> int:
+    """Bytes that the chunked projection holds at once: it takes one slot after the other."""
+    loss, slots, chunk = recipe.objective, recipe.drafter.trained_slots, recipe.train.chunk
+    width = BYTES[recipe.target.dtype]
+    reduced = reduced_rows(recipe.drafter)
+    rows = reduced or shape.vocab_size
+    # Logits in the target's precision, in fp32, their gradient, and the teacher's law for a slot.
+    slot = chunk * rows * (width + 3 * FULL)
+    # A loss that weighs a slot by the others keeps the gradients of all.
+    kept = chunk * rows * width * slots if {loss.loss, loss.weights} & {"e2e_tv", "dpace"} else 0
+    # The teacher's logits and law; kl and lk temper them too. Groups share positions. Every loss
+    # has them in the steps that are logged.
+    copies = 4 if reduced is None and loss.loss in ("kl", "lk") else 2
+    return slot + kept + (chunk + slots) * shape.vocab_size * copies * FULL
