@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -18,13 +18,14 @@ from draftsmith.data.rows import read_manifest
 from draftsmith.data.vocab import most_frequent
 from draftsmith.drafters.methods import Learned, build, trainable
 from draftsmith.drafters.projection import Sums
-from draftsmith.drafters.slots import Batch, TargetStates, all_roots, label_slots
+from draftsmith.drafters.slots import Batch, TargetStates, label_slots
 from draftsmith.drafters.target import Target, pick_device
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DraftModelConfig, MedusaConfig, OptimConfig, Recipe
 from draftsmith.train.boost import without_known
 from draftsmith.train.objective import Objective
 from draftsmith.train.progress import Journal, Meter
+from draftsmith.train.rng import row_seed
 
 
 class SlotLoss(nn.Module):
@@ -38,12 +39,12 @@ class SlotLoss(nn.Module):
 
     def denominator(self, batch: Batch) -> Tensor:
         """What this batch adds to the step's denominator; scalar."""
-        labels = label_slots(batch, all_roots(batch), self.depth)
+        labels = label_slots(batch, self.drafter.roots(batch), self.depth)
         return self.objective.denominator(labels, self.drafter.head())
 
     def forward(self, batch: Batch, states: TargetStates, *, metrics: bool) -> tuple[Tensor, Sums]:
         """The batch's loss, summed and not yet divided, and its metrics as sums and counts."""
-        slots = self.drafter.slots(batch, states, all_roots(batch))
+        slots = self.drafter.slots(batch, states, self.drafter.roots(batch))
         return self.objective(slots, states, self.target, chunk=self.chunk, metrics=metrics)
 
 
@@ -91,10 +92,18 @@ class Training:
             self.planned = (epoch, self.plan(epoch))
         return self.planned[1][index]
 
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """These rows of the step to be taken. What a drafter samples in a row depends on the row,
+        the epoch and the recipe's seed alone.
+        """
+        epoch = self.step // self.steps_per_epoch
+        seeds = tuple(row_seed(self.recipe.seed, epoch, row) for row in rows)
+        return replace(self.rows.batch(rows), seeds=seeds).to(self.target.device)
+
     def states(self, rows: Sequence[int], batch: Batch) -> TargetStates:
         """The target's states of the batch of these rows: computed, or read from the cache."""
         if self.features is None:
-            return self.target.states(batch)
+            return self.target.states(batch, self.drafter.taps)
         return self.features.states(rows)
 
 
