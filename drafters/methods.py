@@ -6,6 +6,7 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
 
+from draftsmith.drafters.dflash import DFlash
 from draftsmith.drafters.draft_model import DraftModel
 from draftsmith.drafters.lookup import PromptLookup
 from draftsmith.drafters.medusa import MedusaHeads
@@ -14,6 +15,7 @@ from draftsmith.drafters.proposal import Draw, Plan, Proposal, Verdict
 from draftsmith.drafters.slots import Batch, Head, Roots, SlotStates, TargetStates
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.schema import (
+    DFlashConfig,
     DrafterConfig,
     DraftModelConfig,
     MedusaConfig,
@@ -124,12 +126,14 @@ class Untrained(Drafter, Protocol):
 
 
 METHODS: dict[str, type[Drafter]] = {
+    "dflash": DFlash,
     "draft_model": DraftModel,
     "medusa": MedusaHeads,
     "ngram": NgramTable,
     "prompt_lookup": PromptLookup,
 }
 CONFIGS: dict[str, type[DrafterConfig]] = {
+    "dflash": DFlashConfig,
     "draft_model": DraftModelConfig,
     "medusa": MedusaConfig,
     "ngram": NgramConfig,

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from draftsmith.drafters.builtin import BUILTINS, builtin_config, builtin_folder
 from draftsmith.drafters.cache import Mark, TargetCache
 from draftsmith.drafters.content import folder_content
+from draftsmith.drafters.geometry import Geometry, geometry_of
 from draftsmith.drafters.layout import Nodes, chain_nodes
 from draftsmith.drafters.reach import layer_types, mask_refusal, masks, reaches
 from draftsmith.drafters.slots import Batch, TargetStates
@@ -45,6 +46,7 @@ class TargetShape:
     layer_parameters: tuple[int, ...]  # of every decoder layer; empty where they are no stack
     embedding_parameters: int  # and of the head, where it is not tied to the embedding
     template: str | None
+    geometry: Geometry  # of its layers
 
 
 class Target:
@@ -539,4 +541,5 @@ def shape_of(config: Any, template: Any, *, trust_remote_code: bool = False) -> 
         layer_parameters=tuple(sum(p.numel() for p in layer.parameters()) for layer in stack),
         embedding_parameters=embedding.numel() + (0 if tied else head.numel()),
         template=template if template is None or isinstance(template, str) else str(template),
+        geometry=geometry_of(text),
     )
