@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from tqdm import tqdm
-
+from draftsmith.data.bar import Bar
 from draftsmith.drafters.target import Target
 from draftsmith.eval.arms import Arm
 from draftsmith.eval.decode import Decoded, decode_batch
@@ -57,12 +56,14 @@ def measure(
         limit = min(16, max_new_tokens)
         run_arm(target, arm, some, max_new_tokens=limit, seeds=[seed] * arm.batch)
     trials: dict[str, list[Trial]] = {arm.name: [] for arm in arms}
-    with tqdm(total=len(missing), desc="measure", unit="cell", disable=None) as bar:
+    with Bar("measure", len(cells), "cells", done=len(cells) - len(missing)) as bar:
         for cell in cells:
-            bar.update(not results.has(cell.key))
+            new = not results.has(cell.key)
             trials[cell.arm.name] += measure_cell(
                 target, cell, prompts, results, max_new_tokens=max_new_tokens, seed=seed
             )
+            if new:
+                bar.advance()
     return trials
 
 

@@ -63,7 +63,9 @@ def measure_costs(
     """The cost of a round with each tree, and of a plain step, after `context` cached tokens in
     each of `batch` rows.
     """
-    bench = prepare(target, context, sampling, rule=rule, draw=draw, batch=batch)
+    coins = SeededCoins(range(batch))
+    loop = Loop(target, None, None, sampling, coins, target.new_cache(), rule, draw)
+    bench = prepare(loop, context, batch, drafter.taps)
     state = drafter.start(bench.ids, bench.lengths, bench.states)
     plain: list[float] = []
     drafted: list[list[Parts]] = [[] for _ in trees]
@@ -86,21 +88,17 @@ def measure_costs(
     ]
 
 
-def prepare(
-    target: Target, context: int, sampling: Sampling, *, rule: Rule, draw: Draw, batch: int
-) -> Bench:
+def prepare(plain: Loop, context: int, batch: int, taps: tuple[int, ...]) -> Bench:
     """Cache `context` random tokens, the same in every row. They repeat, or prompt lookup would
     have nothing to draft; to others, what they are changes no cost.
     """
-    generator = torch.Generator().manual_seed(0)
+    target, generator = plain.target, torch.Generator().manual_seed(0)
     period = max(1, context // 4)
     some = torch.randint(target.vocab_size, (1, period), generator=generator).to(target.device)
     whole = some.repeat(batch, context // period + 2)
     ids, root = whole[:, :context], whole[:, context]
-    coins = SeededCoins(range(batch))
-    plain = Loop(target, None, None, sampling, coins, target.new_cache(), rule, draw)
     lengths = torch.full((batch,), context, device=target.device)
-    states = TargetStates(target.prefill(ids, lengths, plain.cache))
+    states = target.prefill(ids, lengths, plain.cache, taps=taps)
     return Bench(plain, ids, lengths, states, root, plain.cache.mark())
 
 

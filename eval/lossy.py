@@ -101,7 +101,7 @@ def token_kl(target: Target, arm: Arm, answers: Sequence[Answer]) -> list[float]
     sums, counts = [0.0] * len(answers), [0] * len(answers)
     for group in grouped(answers):
         batch = batch_of(target, [answers[index] for index in group])
-        row, kl = round_kls(target, arm, batch, target.states(batch))
+        row, kl = round_kls(target, arm, batch, target.states(batch, arm.drafter.taps))
         for at, index in enumerate(group):
             mine = kl[row == at]
             sums[index] += float(mine.sum())

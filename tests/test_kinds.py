@@ -17,7 +17,7 @@ name: mine
 target: {{model: {target}, dtype: float32, device: cpu}}
 data:
   prompts: prompts.jsonl
-  eval_prompts: prompts.jsonl
+  eval_prompts: questions.jsonl
   max_prompt_tokens: 128
   max_length: 256
   held_out: 3
@@ -33,6 +33,8 @@ KINDS = {
     "distilled": "{kind: draft_model, layers: 1, draft_tokens: 2}",
     "distilled expansion": "{kind: draft_model, layers: 1, draft_vocab: 60, expansion: [2, 1]}",
     "distilled own": "{kind: draft_model, layers: 1, embedding: own, draft_tokens: 2}",
+    "dflash": "{kind: dflash, block_size: 4, layers: 1, taps: [0], start: target}",
+    "dflash some": "{kind: dflash, block_size: 4, layers: 1, taps: [0], draft_vocab: 60}",
     "ready": "{kind: draft_model, models: [small], draft_tokens: 2}",
     "forest": "{kind: draft_model, models: [small, smaller], expansion: [2, 1]}",
 }
@@ -44,6 +46,7 @@ def desk(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("draftsmith.eval.figures.draw_figures", lambda report: {})
     monkeypatch.chdir(tmp_path)
     Path("prompts.jsonl").write_text(PROMPTS)
+    Path("questions.jsonl").write_text(PROMPTS.replace("Say", "Repeat"))
     for name, hidden in (("small", 16), ("smaller", 8)):
         tiny_model(layers=1, hidden=hidden, seed=hidden).save_pretrained(name)
         tiny_tokenizer().save_pretrained(name)
@@ -75,11 +78,12 @@ def test_a_run_goes_through_and_measures(desk: Path, tiny_folder: Path, kind: st
     fixed = kind in ("prompt_lookup", "distilled expansion", "forest")
     assert bool(report["trees"]) == (not fixed)
     assert Path("runs/mine/drafter/README.md").read_text().startswith("---\nbase_model")
-    assert (Path("runs/mine/checkpoints").exists()) == kind.startswith("distilled")
+    trained = kind.startswith(("distilled", "dflash"))
+    assert Path("runs/mine/checkpoints").exists() == trained
     assert cli.main(["eval", "runs/mine/drafter", "eval.prompts=1"]) == 0
 
 
-@pytest.mark.parametrize("kind", ["ngram", "distilled", "forest"])
+@pytest.mark.parametrize("kind", ["ngram", "distilled", "dflash some", "forest"])
 def test_sampled_arms_draw_where_they_can(desk: Path, tiny_folder: Path, kind: str) -> None:
     report = run(tiny_folder, KINDS[kind], temperature=0.8)
     drawn = [arm for arm in report["arms"] if arm["draw"] not in (None, "point")]

@@ -30,6 +30,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
         patch.chdir(folder)
         patch.setattr("draftsmith.eval.figures.draw_figures", lambda report: {})
         Path("prompts.jsonl").write_text(PROMPTS)
+        Path("questions.jsonl").write_text(PROMPTS.replace("Say", "Repeat"))
         for kind in ("ngram", "distilled"):
             text = RECIPE.format(target=tiny_folder, drafter=KINDS[kind], temperature=0.0)
             Path(f"{kind}.yaml").write_text(text.replace("name: mine", f"name: {kind}"))
