@@ -114,7 +114,7 @@ def test_a_further_model_learns_what_the_first_misses(
         ("{kind: draft_model, expansion: [8, 8, 8]}", "expansion: 584 nodes are too many"),
         ("{kind: ngram, heads: 3}", "drafter.heads: unknown key"),
         ("{kind: prompt_lookup, min_ngram: 4}", "min_ngram: 4 is more than max_ngram (3)"),
-        ("{kind: eagle}", "drafter.kind: 'eagle' is not allowed; allowed: draft_model, medusa"),
+        ("{kind: eagle}", "drafter.kind: 'eagle' is not allowed; allowed: dflash, draft_model"),
     ],
 )
 def test_bad_drafters_are_one_clear_line(

@@ -6,7 +6,7 @@ import pytest
 
 from draftsmith.drafters.methods import CONFIGS
 from draftsmith.recipes.load import dump_recipe, load_recipe, shipped_recipes
-from draftsmith.recipes.schema import DraftModelConfig, MedusaConfig, Recipe
+from draftsmith.recipes.schema import DFlashConfig, DraftModelConfig, MedusaConfig, Recipe
 from draftsmith.recipes.stages import flat
 from draftsmith.recipes.text import parse
 
@@ -42,6 +42,11 @@ def is_expanded(drafter: object) -> bool:
     return isinstance(drafter, DraftModelConfig) and bool(drafter.expansion)
 
 
+def is_block(drafter: object) -> bool:
+    """A block drafter."""
+    return isinstance(drafter, DFlashConfig)
+
+
 # Knobs that only count when another one has a certain value.
 CONDITIONAL = {
     "data.distil.top_p": lambda recipe: recipe.data.distil.temperature > 0,
@@ -51,7 +56,7 @@ CONDITIONAL = {
     "data.self_written.temperature": lambda recipe: recipe.data.self_written.count > 0,
     "data.self_written.top_p": lambda recipe: recipe.data.self_written.count > 0,
     "drafter.rank": lambda recipe: is_low_rank(recipe.drafter),
-    "drafter.layers": lambda recipe: distils(recipe.drafter),
+    "drafter.layers": lambda recipe: distils(recipe.drafter) or is_block(recipe.drafter),
     "drafter.embedding": lambda recipe: distils(recipe.drafter),
     "drafter.boosts": lambda recipe: distils(recipe.drafter),
     "drafter.draft_tokens": lambda recipe: not is_expanded(recipe.drafter),
