@@ -17,7 +17,7 @@ name: mine
 target: {{model: {target}, dtype: float32, device: cpu}}
 data:
   prompts: prompts.jsonl
-  eval_prompts: prompts.jsonl
+  eval_prompts: questions.jsonl
   max_prompt_tokens: 128
   max_length: 256
   held_out: 3
@@ -46,6 +46,7 @@ def desk(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("draftsmith.eval.figures.draw_figures", lambda report: {})
     monkeypatch.chdir(tmp_path)
     Path("prompts.jsonl").write_text(PROMPTS)
+    Path("questions.jsonl").write_text(PROMPTS.replace("Say", "Repeat"))
     for name, hidden in (("small", 16), ("smaller", 8)):
         tiny_model(layers=1, hidden=hidden, seed=hidden).save_pretrained(name)
         tiny_tokenizer().save_pretrained(name)
