@@ -267,7 +267,8 @@ class ObjectiveConfig(Block):
     loss: Literal["ce", "kl", "tv", "lk", "e2e_tv"] = "ce"
     weights: Literal["geometric", "exponential", "dpace", "list"] = "geometric"
     decay: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8  # geometric: decay^k (Medusa)
-    gamma: Annotated[float, Field(gt=0.0)] = 4.0  # exponential: exp(-(k-1)/gamma) (DFlash)
+    # exponential: exp(-(k-1)/gamma); null: DFlash's for the number of slots (4, 5 or 7)
+    gamma: Annotated[float, Field(gt=0.0)] | None = None
     slot_weights: tuple[Annotated[float, Field(ge=0.0)], ...] = ()  # list: one weight per slot
     dpace_alpha: Fraction = 0.5  # D-PACE's smoothing
     lk_eta: Annotated[float, Field(ge=0.0)] = 3.0  # LK hybrid's eta
