@@ -99,7 +99,17 @@ def check_steps(recipe: Recipe) -> None:
             f"data.max_prompt_tokens: {data.max_prompt_tokens} leaves no room for an answer in "
             f"rows of data.max_length ({data.max_length}); lower the first or raise the second"
         )
-    written = data.self_written
+    written, distil = data.self_written, data.distil
+    if written.count and distil.backend == "openai" and distil.server.api == "chat":
+        raise UserError(
+            "data.self_written.count: servers that are asked by chat write no user turns; set it "
+            "to 0, or data.distil.server.api: completions"
+        )
+    if written.count and distil.share != (1, 1):
+        raise UserError(
+            "data.self_written.count: prompts that are written in shares would not be the same on "
+            "every machine; set it to 0, or distil.share: [1, 1]"
+        )
     if written.count and written.max_new_tokens >= data.max_prompt_tokens:
         raise UserError(
             f"data.self_written.max_new_tokens: turns of {written.max_new_tokens} tokens leave no "
