@@ -64,12 +64,14 @@ def distil(
     """
     requests, dropped = make_requests(speaker, prompts, config, seed)
     made, tokens, started = 0, 0, time.perf_counter()
+    whole = config.distil.model_copy(update={"share": (1, 1)})  # later turns are of this share
     known: set[str] = set()
     for turn in count(2):
         check_keys(known, prompts)
         new = answer_all(speaker, prompts, requests, config, folder, seed=seed)
         made, tokens = made + new[0], tokens + new[1]
         prompts = next_turns(prompts, finished_rows(folder), turn)
+        config = config.model_copy(update={"distil": whole})
         requests, refused = render_requests(speaker, prompts, config, seed)
         dropped.update(refused)
         if not requests:
@@ -134,7 +136,7 @@ def answer_there(job: Answering, batches: Sequence[Sequence[Request]], folder: P
         known = job.rows.keys | dropped.keys
         left = [one for one in chain.from_iterable(batches) if one.key not in known]
         job.bar.skip(sum(map(len, batches)) - len(left))
-        answer_served(job, left, dropped)
+        answer_served(job, left, dropped, proven=folder.name.startswith(TURN))
 
 
 BACKENDS: dict[str, Callable[[Answering, Sequence[Sequence[Request]], Path], None]] = {

@@ -50,15 +50,22 @@ class Item:
     failed: float = 0.0  # when it last did
 
 
-def answer_served(job: Answering, requests: Iterable[Request], dropped: RowFile) -> None:
-    """Let the servers answer. Raises UserError for what no waiting would change."""
-    asyncio.run(Asking(job, requests, dropped).run())
+def answer_served(
+    job: Answering, requests: Iterable[Request], dropped: RowFile, *, proven: bool
+) -> None:
+    """Let the servers answer. Raises UserError for what no waiting would change.
+
+    proven: whether they have given usable answers before.
+    """
+    asyncio.run(Asking(job, requests, dropped, proven).run())
 
 
 class Asking:
     """The requests that are left, the servers, and what is not on disk yet."""
 
-    def __init__(self, job: Answering, requests: Iterable[Request], dropped: RowFile) -> None:
+    def __init__(
+        self, job: Answering, requests: Iterable[Request], dropped: RowFile, proven: bool
+    ) -> None:
         self.job, self.dropped = job, dropped
         self.config, self.knobs = job.config, job.config.distil.server
         known = job.rows.keys | dropped.keys
@@ -73,7 +80,7 @@ class Asking:
             find_end(job.speaker, job.config.thinking),
             job.config.distil.max_new_tokens,
         )
-        self.usable = bool(job.rows.keys)
+        self.usable = proven or bool(job.rows.keys)
         self.heard = time.monotonic()  # when a server last answered
 
     # --- the whole ---
@@ -193,10 +200,9 @@ class Asking:
 
     def drop(self, request: Request, reason: str, detail: str = "") -> None:
         """Leave a prompt out for good. UserError when all have been unusable so far."""
-        category = self.job.prompts[request.key].category
-        self.losses.append(
-            {"key": request.key, "category": category, "reason": reason, "detail": detail}
-        )
+        loss = {"key": request.key, "category": self.job.prompts[request.key].category}
+        asked = {"prompt_ids": request.ids}
+        self.losses.append({**loss, "reason": reason, "detail": detail, **asked})
         self.job.bar.advance()
         self.check_usable(least=HOPELESS)
 

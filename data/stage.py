@@ -9,6 +9,7 @@ from draftsmith.data.distill import distil
 from draftsmith.data.prompts import Prompt, listed, load_prompts
 from draftsmith.data.render import check_template, sample_text
 from draftsmith.data.self_written import Sieve, find_opening, write_turns
+from draftsmith.data.show import write_left_out
 from draftsmith.drafters.speaker import Speaker, describe_speaker
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.schema import Recipe
@@ -31,6 +32,7 @@ def prepare(recipe: Recipe, run: Path) -> None:
     if recipe.data.self_written.count:
         asked = asked + self_written(target, recipe, asked, evaluated, run / "self_written")
     summary = distil(target, asked, recipe.data, run / "rows", seed=recipe.seed)
+    write_left_out(run / "rows", prompts.dropped)
     tell_dropped("prompts", summary.dropped)
     speed = f", {summary.tokens_per_second:,.0f} tokens/s" if summary.made else ""
     print(
