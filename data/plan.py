@@ -79,7 +79,7 @@ def make_plan(recipe: Recipe) -> Plan:
         tokens=tokens,
         steps=steps,
         training=estimate_memory(recipe, shape, trained),
-        answering=answering_memory(recipe, shape, longest),
+        answering={} if recipe.data.distil.urls else answering_memory(recipe, shape, longest),
         memory_total=device_memory(recipe),
         disk=estimate_disk(recipe, shape, trained, tokens or 0),
         disk_free=free_disk(run_folder(recipe)),
@@ -317,6 +317,15 @@ def parts(sizes: dict[str, int]) -> list[tuple[str, str]]:
     return [("", f"{size(count):>10}  {part}") for part, count in sizes.items()]
 
 
+def answering_lines(plan: Plan, recipe: Recipe) -> list[tuple[str, str]]:
+    """What answering the prompts takes here, or who does it instead."""
+    if not plan.answering:
+        return [("answers", f"from {', '.join(recipe.data.distil.urls)}")]
+    knob = "data.distil.batch_size"
+    needed = peak(plan, plan.answering, "for a batch of answers", knob)
+    return [("memory", needed), *parts(plan.answering)]
+
+
 def render(plan: Plan, recipe: Recipe) -> str:
     """The plan as text."""
     step = "a training step" if recipe.drafter.trained_slots else "use"
@@ -335,9 +344,8 @@ def render(plan: Plan, recipe: Recipe) -> str:
         ),
         ("tokens", at_most + number(plan.tokens)),
         ("steps", at_most + number(plan.steps)),
-        ("memory", peak(plan, plan.answering, "for a batch of answers", "data.distil.batch_size")),
-        *parts(plan.answering),
-        ("", peak(plan, plan.training, f"for {step}", "train.rows_per_micro_batch")),
+        *answering_lines(plan, recipe),
+        ("memory", peak(plan, plan.training, f"for {step}", "train.rows_per_micro_batch")),
         *parts(plan.training),
         ("disk", f"about {size(whole)}, {size(plan.disk_free)} are free"),
         *parts(plan.disk),
