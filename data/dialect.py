@@ -62,13 +62,23 @@ def body_of(
     elif dialect.ids:
         body["prompt"] = request.ids
     else:
-        text = speaker.tokenizer.decode(request.ids, clean_up_tokenization_spaces=False)
-        body["prompt"] = text.removeprefix(dialect.strip)
+        body["prompt"] = text_asked(request, prompt, speaker, config).removeprefix(dialect.strip)
     return body | (extras_of(request, chat) if dialect.extras else {})
 
 
+def text_asked(request: Request, prompt: Prompt, speaker: Speaker, config: DataConfig) -> str:
+    """The prompt as text. A self-written one has no messages, and its opening is special tokens."""
+    if not prompt.messages:
+        return str(speaker.tokenizer.decode(request.ids, clean_up_tokenization_spaces=False))
+    asked, tools = prompt.messages, prompt.tools
+    return render_text(speaker.tokenizer, asked, config.thinking, prompt=True, tools=tools)
+
+
 def extras_of(request: Request, chat: bool) -> Json:
-    """Exact ids, log-probabilities, and no sampling defaults of the server's own."""
+    """Exact ids, log-probabilities, and no sampling defaults of the server's own.
+
+    A server that ignores what it does not know (TGI) ignores top_k too.
+    """
     found: Json = {
         "top_k": request.sampling.top_k or -1,
         "min_p": 0.0,

@@ -239,7 +239,8 @@ class Asking:
     def check_patience(self) -> None:
         """UserError when no server has answered for long."""
         silent = time.monotonic() - self.heard
-        if silent > self.knobs.patience and all(replica.resting for replica in self.replicas):
+        idle = not self.flying and all(replica.resting for replica in self.replicas)
+        if idle and silent > self.knobs.patience:
             troubles = "; ".join(replica.trouble for replica in self.replicas)
             raise UserError(
                 f"no server has answered for {silent:.0f} s ({troubles}); what was answered is "

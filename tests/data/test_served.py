@@ -9,17 +9,17 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from draftsmith.data import replica
-from draftsmith.data.distill import distil, manifest
+from draftsmith.data.distill import BACKENDS, distil, manifest
 from draftsmith.data.prompts import Prompt
 from draftsmith.data.rows import check_complete, dropped_rows, read_rows
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import DataConfig
+from draftsmith.recipes.schema import DataConfig, DistilConfig
 from tests.data.asking import MIXED, make_config, make_prompts
 from tests.data.serving import Server, ascii_target
 from tests.tiny import CHATML, tiny_target
@@ -357,6 +357,31 @@ def test_the_manifest_names_the_backend_and_not_the_addresses(teller: Target) ->
     assert there["server.api"] == "completions"
     assert there == manifest(teller, [], served("http://b/v1", "http://c"), 0)["distil"]
     assert "http" not in json.dumps(there)
+
+
+def test_an_interrupted_run_keeps_its_answers(teller: Target, tmp_path: Path) -> None:
+    count = iter(range(10_000))
+
+    def fault(server: Server, body: dict[str, Any]) -> Any:
+        number = next(count)
+        if number == 12:
+            os.kill(os.getpid(), signal.SIGINT)
+        return 3.0 if number >= 12 else None
+
+    with Server(teller, fault=fault) as server:
+        config = served(server, max_new_tokens=4)
+        with pytest.raises(KeyboardInterrupt):
+            distil(teller, make_prompts(30), config, tmp_path, seed=0)
+    there = len(read_rows(tmp_path))
+    assert 9 <= there <= 12
+    with Server(teller) as server:
+        config = served(server, max_new_tokens=4)
+        assert distil(teller, make_prompts(30), config, tmp_path, seed=0).made == 30 - there
+
+
+def test_every_backend_of_the_schema_is_there() -> None:
+    annotation = DistilConfig.model_fields["backend"].annotation
+    assert set(get_args(annotation)) == set(BACKENDS)
 
 
 KILLED = """
