@@ -75,11 +75,11 @@ class Decoding:
     def prefill(self) -> Tensor:
         """Feed the prompts; the states [B, D] of their last tokens."""
         states = self.target.prefill(self.ids, self.lengths, self.cache)
-        return last_of(states, self.lengths)
+        return last_of(states.final, self.lengths)
 
     def feed(self, tokens: Tensor) -> Tensor:
         """Feed one token [b] of every row; their states [b, D]."""
-        return self.target.step(tokens[:, None], self.cache)[:, 0]
+        return self.target.step(tokens[:, None], self.cache).final[:, 0]
 
     def select(self, rows: Tensor) -> None:
         """Go on with these rows alone."""

@@ -5,6 +5,7 @@ from draftsmith.drafters.draft_model import called
 from draftsmith.drafters.shallow import spread
 from draftsmith.drafters.target import TargetShape, describe
 from draftsmith.recipes.schema import (
+    DFlashConfig,
     DrafterConfig,
     DraftModelConfig,
     MedusaConfig,
@@ -24,6 +25,9 @@ def trained_parameters(config: DrafterConfig, shape: TargetShape) -> int:
             extra = {"shared": 0, "low_rank": config.rank * (size + rows), "own": rows * size}
             blocks = (1 + config.reads_root) * size * size + size
             return config.heads * (blocks + extra[config.projection])
+        case DFlashConfig():
+            size, taps = shape.hidden_size, len(config.taps) or config.layers
+            return taps * size**2 + 2 * size + config.layers * shape.geometry.layer_parameters
         case DraftModelConfig(models=()):
             layers = [shape.layer_parameters[i] for i in spread(shape.layers, config.layers)]
             embedding = shape.embedding_parameters
@@ -78,6 +82,20 @@ def step_memory(
             inner = config.rank if config.projection == "low_rank" else 0
             states += 4 * positions * inner * FULL
             return {LOGITS: chunk_memory(recipe, shape), STATES: config.heads * states}
+        case DFlashConfig():
+            wide = shape.geometry
+            roots = min(config.anchors_per_row, recipe.data.max_length)
+            blocks = recipe.train.rows_per_micro_batch * roots * config.block_size
+            # What a layer keeps for its gradient: about ten states and four of its MLP's moments.
+            kept = config.layers * (10 * wide.hidden + 4 * wide.intermediate)
+            taps = len(config.taps) or config.layers
+            context = (taps + 2) * wide.hidden + 4 * config.layers * wide.kv_heads * wide.head_dim
+            return {
+                LOGITS: chunk_memory(recipe, shape),
+                STATES: 4 * blocks * wide.hidden * FULL,
+                "activations of the blocks": blocks * kept * FULL,
+                "the context's keys and values": positions * context * FULL,
+            }
         case DraftModelConfig(models=()):
             # What a layer keeps for its gradient: about as much as 20 states.
             kept = config.layers * (20 * shape.hidden_size + recipe.data.max_length)

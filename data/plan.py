@@ -21,10 +21,12 @@ from draftsmith.data.counts import (
 )
 from draftsmith.data.memory import BYTES, FROZEN, FULL, answering_memory
 from draftsmith.data.needs import TRAINED, estimate_memory, trained_parameters
+from draftsmith.drafters.dflash import spread_taps
 from draftsmith.drafters.target import TargetShape, describe, pick_device
 from draftsmith.recipes.entry import run_folder
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import (
+    DFlashConfig,
     DistilConfig,
     DrafterConfig,
     DraftModelConfig,
@@ -171,9 +173,11 @@ def check_target(recipe: Recipe, shape: TargetShape) -> None:
 def check_drafter(drafter: DrafterConfig, shape: TargetShape, name: str) -> None:
     """What of a drafter the target's shape rules out."""
     match drafter:
-        case MedusaConfig(draft_vocab=int(rows)) | DraftModelConfig(draft_vocab=int(rows)) if (
-            rows > shape.vocab_size
-        ):
+        case (
+            MedusaConfig(draft_vocab=int(rows))
+            | DraftModelConfig(draft_vocab=int(rows))
+            | DFlashConfig(draft_vocab=int(rows))
+        ) if rows > shape.vocab_size:
             raise UserError(
                 f"drafter.draft_vocab: {rows} is more than the {shape.vocab_size} "
                 f"tokens of {name}; give fewer, or null for all"
@@ -183,6 +187,8 @@ def check_drafter(drafter: DrafterConfig, shape: TargetShape, name: str) -> None
                 f"drafter.rank: {rank} is more than the hidden size of {name} "
                 f"({shape.hidden_size}), a low rank is less"
             )
+        case DFlashConfig():
+            check_block_drafter(drafter, shape, name)
         case DraftModelConfig(models=()) if not shape.layer_parameters:
             raise UserError(
                 f"drafter.models: {name} has no stack of layers that a shallow copy could be made "
@@ -192,6 +198,26 @@ def check_drafter(drafter: DrafterConfig, shape: TargetShape, name: str) -> None
             raise UserError(
                 f"drafter.layers: {layers} is more than the {shape.layers} of {name}; give fewer"
             )
+
+
+def check_block_drafter(config: DFlashConfig, shape: TargetShape, name: str) -> None:
+    """Taps, layers and the mask token."""
+    taps = config.taps or spread_taps(shape.layers, config.layers)
+    if taps[-1] > shape.layers - 2:
+        raise UserError(
+            f"drafter.taps: {taps[-1]} is no layer that can be tapped of the {shape.layers} of "
+            f"{name}; allowed: 0 to {shape.layers - 2} (the last is what the head reads)"
+        )
+    if config.start == "target" and config.layers > shape.layers:
+        raise UserError(
+            f"drafter.layers: {config.layers} is more than the {shape.layers} of {name}; give "
+            "fewer, or start: random"
+        )
+    if config.mask_token_id is not None and config.mask_token_id >= shape.vocab_size:
+        raise UserError(
+            f"drafter.mask_token_id: {config.mask_token_id} is no row of {name}, which has "
+            f"{shape.vocab_size}"
+        )
 
 
 def find_notes(recipe: Recipe, steps: int | None) -> tuple[str, ...]:
@@ -258,7 +284,13 @@ def estimate_features(recipe: Recipe, shape: TargetShape, tokens: int) -> int:
     """Bytes of the feature cache that are not written yet."""
     shards = (run_folder(recipe) / "features").glob("shard-*")
     there = sum(shard.stat().st_size for shard in shards)
-    return max(0, tokens * shape.hidden_size * BYTES[recipe.target.dtype] - there)
+    width = shape.hidden_size * (1 + tapped_layers(recipe.drafter))
+    return max(0, tokens * width * BYTES[recipe.target.dtype] - there)
+
+
+def tapped_layers(drafter: DrafterConfig) -> int:
+    """Target layers that a drafter reads beside the final states."""
+    return len(drafter.taps) or drafter.layers if isinstance(drafter, DFlashConfig) else 0
 
 
 def free_disk(folder: Path) -> int:
@@ -288,7 +320,7 @@ def check_room(plan: Plan) -> None:
     if certain > plan.memory_total:
         raise UserError(
             f"weights, gradients and optimizer need {size(certain)} of memory and the device has "
-            f"{size(plan.memory_total)}; take a smaller target, or drafter.projection: shared"
+            f"{size(plan.memory_total)}; take a smaller target, or a smaller drafter"
         )
 
 

@@ -31,6 +31,7 @@ from draftsmith.drafters.slots import (
     SlotLabels,
     SlotStates,
     TargetStates,
+    all_roots,
     label_slots,
 )
 from draftsmith.drafters.target import Target
@@ -51,6 +52,8 @@ class Draft:
 
 class DraftModel(nn.Module):
     """One model to be trained (`net`), or ready ones (`ready`)."""
+
+    taps: tuple[int, ...] = ()
 
     def __init__(self, config: DraftModelConfig, target: Target, draft_ids: Tensor | None) -> None:
         super().__init__()
@@ -91,6 +94,10 @@ class DraftModel(nn.Module):
         """The rows of the head that drafts may use, [Vq, D]."""
         weight: Tensor = self.net.get_output_embeddings().weight
         return weight if self.draft_ids is None else weight[self.draft_ids]
+
+    def roots(self, batch: Batch) -> Roots:
+        """All: its own pass goes over every position anyway."""
+        return all_roots(batch)
 
     def slots(self, batch: Batch, states_: TargetStates, roots: Roots) -> SlotStates:
         """The training waist: one slot, the model's own state at every root."""

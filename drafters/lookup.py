@@ -27,6 +27,7 @@ class PromptLookup(nn.Module):
     native_file = None
     width = 1
     draws: tuple[Draw, ...] = ()
+    taps: tuple[int, ...] = ()
     draft_ids = None
 
     def __init__(

@@ -33,6 +33,7 @@ from draftsmith.drafters.slots import (
     Roots,
     SlotStates,
     TargetStates,
+    all_roots,
     before_roots,
     label_slots,
 )
@@ -52,6 +53,7 @@ class MedusaHeads(nn.Module):
 
     native_file = "medusa_lm_head.safetensors"
     draws: tuple[Draw, ...] = ()
+    taps: tuple[int, ...] = ()
     rows: Tensor  # [Vq, D], the target's head rows that drafts may use
     draft_ids: Tensor | None  # [Vq] their target ids; None: all
     embedding: Tensor  # [V, D], the target's; held where heads read the root
@@ -102,6 +104,10 @@ class MedusaHeads(nn.Module):
         return torch.cat(
             [state, torch.einsum("nkd,krd->nkr", state, self.down).to(state.dtype)], dim=-1
         )
+
+    def roots(self, batch: Batch) -> Roots:
+        """All: a group costs one state."""
+        return all_roots(batch)
 
     def slots(self, batch: Batch, states: TargetStates, roots: Roots) -> SlotStates:
         """The training waist: one group per root."""

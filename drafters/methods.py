@@ -6,6 +6,7 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
 
+from draftsmith.drafters.dflash import DFlash
 from draftsmith.drafters.draft_model import DraftModel
 from draftsmith.drafters.lookup import PromptLookup
 from draftsmith.drafters.medusa import MedusaHeads
@@ -14,6 +15,7 @@ from draftsmith.drafters.proposal import Draw, Plan, Proposal, Verdict
 from draftsmith.drafters.slots import Batch, Head, Roots, SlotStates, TargetStates
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.schema import (
+    DFlashConfig,
     DrafterConfig,
     DraftModelConfig,
     MedusaConfig,
@@ -48,12 +50,16 @@ class Drafter(Protocol):
     what was drafted: [N, slots, count], NO_GUESS where there is none. `chunk` groups are projected
     to the vocabulary at once.
 
+    `taps` are the target layers (0-based) whose outputs it reads: `states.layers` holds them,
+    concatenated, wherever states are given. None are where it has no taps.
+
     `assistance()` gives the arguments with which transformers' assisted generation drafts the same
     way; None: it cannot.
     """
 
     depth: int  # K, the slots
     width: int  # guesses that a slot can rank
+    taps: tuple[int, ...]  # target layers that it reads beside the final states
     draws: tuple[Draw, ...]  # how it can draw siblings, but for `point`
 
     @property
@@ -91,9 +97,14 @@ class Drafter(Protocol):
 
 
 class Learned(Drafter, Protocol):
-    """What training asks beyond that."""
+    """What training asks beyond that.
+
+    `roots(batch)` chooses the groups that it trains on: all, or what `batch.seeds` draws. It is
+    called before the forward pass, for the denominator, and in it, and must say the same.
+    """
 
     def head(self) -> Head: ...
+    def roots(self, batch: Batch) -> Roots: ...
     def slots(self, batch: Batch, states: TargetStates, roots: Roots) -> SlotStates: ...
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
@@ -115,12 +126,14 @@ class Untrained(Drafter, Protocol):
 
 
 METHODS: dict[str, type[Drafter]] = {
+    "dflash": DFlash,
     "draft_model": DraftModel,
     "medusa": MedusaHeads,
     "ngram": NgramTable,
     "prompt_lookup": PromptLookup,
 }
 CONFIGS: dict[str, type[DrafterConfig]] = {
+    "dflash": DFlashConfig,
     "draft_model": DraftModelConfig,
     "medusa": MedusaConfig,
     "ngram": NgramConfig,

@@ -71,6 +71,7 @@ class NgramTable(nn.Module):
     native_file = "ngram.safetensors"
     draft_ids = None
     draws: tuple[Draw, ...] = ("chain", "iid", "without_replacement")
+    taps: tuple[int, ...] = ()
     single: Tensor  # [V] int32, how often every token was seen
 
     def __init__(self, config: NgramConfig, target: Target, draft_ids: Tensor | None) -> None:

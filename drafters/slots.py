@@ -23,13 +23,15 @@ class Batch:
     documents: Tensor  # [B, T] int64
     supervised: Tensor  # [B, T] bool
     known: Tensor | None = None  # [B, T] bool: tokens that are no labels, another drafter has them
+    # one per row: with what a drafter samples its groups; None: it takes all
+    seeds: tuple[int, ...] | None = None
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device."""
         parts = (self.ids, self.positions, self.documents, self.supervised)
         known = None if self.known is None else self.known.to(device, non_blocking=True)
         moved = [part.to(device, non_blocking=True) for part in parts]
-        return Batch(moved[0], moved[1], moved[2], moved[3], known)
+        return Batch(moved[0], moved[1], moved[2], moved[3], known, self.seeds)
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,11 @@ class TargetStates:
 
     final: Tensor  # [B, T, D], after the final norm: what lm_head sees
     layers: Tensor | None = None  # [B, T, n*D], tapped layer outputs
+
+    def at(self, rows: Tensor, positions: Tensor) -> "TargetStates":
+        """The states at these places of these rows (indices that broadcast)."""
+        layers = None if self.layers is None else self.layers[rows, positions]
+        return TargetStates(self.final[rows, positions], layers)
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,44 @@ def all_roots(batch: Batch) -> Roots:
     before[:, 1:] = batch.documents[:, :-1]
     row, position = torch.nonzero(batch.supervised & (before == batch.documents), as_tuple=True)
     return Roots(row, position)
+
+
+def sampled_roots(batch: Batch, count: int) -> Roots:
+    """At most `count` roots of every row, of those that have a first slot; all without seeds.
+
+    A document has its share of them, in proportion to how many it has. What is drawn for a row
+    depends on its seed and its tokens alone.
+    """
+    every = all_roots(batch)
+    useful = label_slots(batch, every, 1).valid[:, 0]
+    row, position = every.row[useful], every.position[useful]
+    if batch.seeds is None:
+        return Roots(row, position)
+    documents, sizes = batch.documents[row, position].cpu(), row.bincount().tolist()
+    parts = documents.split(sizes)
+    chosen = [
+        sample_evenly(part, count, seed)
+        for part, seed in zip(parts, batch.seeds, strict=False)  # last rows may have none
+    ]
+    index = torch.cat([torch.zeros(0, dtype=torch.bool), *chosen]).to(row.device)
+    return Roots(row[index], position[index])
+
+
+def sample_evenly(documents: Tensor, count: int, seed: int) -> Tensor:
+    """Which `count` of n things to take, [n] bool, drawn without replacement from documents [n]
+    (ascending): each gives its share of the count, rounded up or down by chance.
+    """
+    total = len(documents)
+    if total <= count:
+        return torch.ones(total, dtype=torch.bool)
+    coins = torch.Generator().manual_seed(seed)
+    offset, keys = (torch.rand(n, generator=coins, dtype=torch.float64) for n in (1, total))
+    number = documents.unique_consecutive(return_inverse=True)[1]
+    borders = torch.cat([torch.zeros(1, dtype=torch.int64), number.bincount().cumsum(0)])
+    quota = (offset + borders * count / total).floor().diff()  # the last border gives `count`
+    order = (number + keys).argsort()  # shuffled within the documents
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(total)) - borders[number]
+    return place < quota[number]
 
 
 def label_slots(batch: Batch, roots: Roots, depth: int) -> SlotLabels:

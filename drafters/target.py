@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from draftsmith.drafters.builtin import BUILTINS, builtin_config, builtin_folder
 from draftsmith.drafters.cache import Mark, TargetCache
 from draftsmith.drafters.content import folder_content
+from draftsmith.drafters.geometry import Geometry, geometry_of
 from draftsmith.drafters.layout import Nodes, chain_nodes
 from draftsmith.drafters.reach import layer_types, mask_refusal, masks, reaches
 from draftsmith.drafters.slots import Batch, TargetStates
@@ -46,6 +47,7 @@ class TargetShape:
     layer_parameters: tuple[int, ...]  # of every decoder layer; empty where they are no stack
     embedding_parameters: int  # and of the head, where it is not tied to the embedding
     template: str | None
+    geometry: Geometry  # of its layers
 
 
 class Target:
@@ -115,9 +117,14 @@ class Target:
         recurrent states get rows of their own. Taps are 0-based layer outputs."""
         if self.layer_types & RECURRENT and bool((batch.documents > 0).any()):
             return self.states_by_document(batch, taps)
+        inputs = {"input_ids": batch.ids, "position_ids": batch.positions, "use_cache": False}
+        return self.run(inputs, taps)
+
+    def run(self, inputs: dict[str, Any], taps: tuple[int, ...]) -> TargetStates:
+        """The decoder on its own arguments."""
         stack = self.decoder_layers() if taps else nn.ModuleList()
         with tapped(stack, taps, self.layers) as layers:
-            output = self.base(input_ids=batch.ids, position_ids=batch.positions, use_cache=False)
+            output = self.base(**inputs)
         stacked = torch.cat([layers[i] for i in taps], dim=-1) if taps else None
         return TargetStates(output.last_hidden_state, stacked)
 
@@ -154,17 +161,30 @@ class Target:
         return self.adjust(nn.functional.linear(hidden, self.head_weight))
 
     @torch.no_grad()
-    def step(self, ids: Tensor, cache: TargetCache, nodes: Nodes | None = None) -> Tensor:
-        """Feed ids [B, M] behind what every row has cached; returns final states [B, M, D].
+    def step(
+        self,
+        ids: Tensor,
+        cache: TargetCache,
+        nodes: Nodes | None = None,
+        *,
+        taps: tuple[int, ...] = (),
+    ) -> TargetStates:
+        """Feed ids [B, M] behind what every row has cached; the states there.
 
         nodes: how the fed tokens lie; None: each follows the one before it.
         """
         if cache.recurrent and any(cache.lengths):
             self.check_recurrent(ids, nodes)
-        return self.feed(ids, cache, nodes)
+        return self.feed(ids, cache, nodes, taps)
 
     @torch.no_grad()
-    def feed(self, ids: Tensor, cache: TargetCache, nodes: Nodes | None = None) -> Tensor:
+    def feed(
+        self,
+        ids: Tensor,
+        cache: TargetCache,
+        nodes: Nodes | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> TargetStates:
         """`step` without its checks."""
         batch, count = ids.shape
         nodes = nodes or chain_nodes(count, ids.device)
@@ -176,26 +196,29 @@ class Target:
         always = several and mask_refusal(self.config) is None
         where = extent.starts, extent.longest
         mask = masks(self.reach, nodes, positions, *where, always=always)
-        output = self.base(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=None if mask is None else self.as_attention_mask(mask),
-            use_cache=True,
-            **{self.cache_argument: cache.cache},
-        )
+        inputs = {
+            "input_ids": ids,
+            "position_ids": positions,
+            "attention_mask": None if mask is None else self.as_attention_mask(mask),
+            "use_cache": True,
+            self.cache_argument: cache.cache,
+        }
+        states = self.run(inputs, taps)
         cache.close(count)
-        return output.last_hidden_state  # type: ignore[no-any-return]
+        return states
 
-    def prefill(self, ids: Tensor, lengths: Tensor, cache: TargetCache) -> Tensor:
-        """Feed prompts [B, T] of these lengths [B] to an empty cache; final states [B, T, D].
+    def prefill(
+        self, ids: Tensor, lengths: Tensor, cache: TargetCache, *, taps: tuple[int, ...] = ()
+    ) -> TargetStates:
+        """Feed prompts [B, T] of these lengths [B] to an empty cache; the states there.
 
         Padding is at the end, where nothing that is causal looks: its states mean nothing.
         """
         cache.extent.set([0] * len(ids))
         before = cache.mark()
-        final = self.step(ids, cache)
+        states = self.step(ids, cache, taps=taps)
         self.settle(cache, before, ids, lengths.tolist())
-        return final
+        return states
 
     def check_recurrent(self, ids: Tensor, nodes: Nodes | None) -> None:
         """Refuse what recurrent states cannot follow."""
@@ -218,7 +241,9 @@ class Target:
         """
         ids = torch.arange(6, device=self.device)[None] % self.vocab_size
         whole, together, one_by_one = (
-            torch.cat([self.feed(piece, cache) for piece in ids.split(sizes, dim=1)], dim=1)[:, 2:]
+            torch.cat([self.feed(piece, cache).final for piece in ids.split(sizes, dim=1)], dim=1)[
+                :, 2:
+            ]
             for sizes, cache in (
                 ([6], self.new_cache()),
                 ([2, 4], self.new_cache()),
@@ -521,4 +546,5 @@ def shape_of(config: Any, template: Any, *, trust_remote_code: bool = False) -> 
         layer_parameters=tuple(sum(p.numel() for p in layer.parameters()) for layer in stack),
         embedding_parameters=embedding.numel() + (0 if tied else head.numel()),
         template=template if template is None or isinstance(template, str) else str(template),
+        geometry=geometry_of(text),
     )

@@ -92,7 +92,7 @@ class Writer:
         """Read what is committed and not cached; the states [B, D] at the roots."""
         missing = [text[length:] for text, length in zip(texts, page.lengths, strict=True)]
         ids, lengths = padded([row.tolist() for row in missing], self.model.device)
-        hidden = self.model.step(self.readable(ids), page.cache)
+        hidden = self.model.step(self.readable(ids), page.cache).final
         page.cache.crop(page.known)
         return last_of(hidden, lengths)
 
@@ -131,7 +131,8 @@ class Writer:
 def read_one(writer: Writer, page: Page, tree: Tree, nodes: list[int], tokens: Tensor) -> Tensor:
     """Read the newest draft of a chain behind all before it; its state [B, 1, D]."""
     page.read += nodes
-    return writer.model.step(writer.readable(tokens[:, [node - 1 for node in nodes]]), page.cache)
+    ids = writer.readable(tokens[:, [node - 1 for node in nodes]])
+    return writer.model.step(ids, page.cache).final
 
 
 def read_tree(writer: Writer, page: Page, tree: Tree, nodes: list[int], tokens: Tensor) -> Tensor:
@@ -144,7 +145,7 @@ def read_tree(writer: Writer, page: Page, tree: Tree, nodes: list[int], tokens: 
     page.cache.crop(page.known)
     visible = tree.visible[at + 1][:, at + 1]
     layout = Nodes(tree.depth[at][None] - 1, visible[None])
-    hidden = writer.model.step(writer.readable(tokens[:, at]), page.cache, layout)
+    hidden = writer.model.step(writer.readable(tokens[:, at]), page.cache, layout).final
     return hidden[:, -len(nodes) :]
 
 

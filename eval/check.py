@@ -169,7 +169,7 @@ def first_slot_alpha(
     total, count = 0.0, 0
     for group in grouped(answers):
         batch = batch_of(target, [answers[index] for index in group])
-        states = target.states(batch)
+        states = target.states(batch, drafter.taps)
         overlap, n = measure_overlap(target, drafter, batch, states, sampling)
         total, count = total + overlap, count + n
     return total / count if count else None

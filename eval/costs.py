@@ -58,7 +58,7 @@ def measure_costs(
     turns: int = 15,
 ) -> list[RoundCost]:
     """The cost of a round with each tree, and of a plain step, after `context` cached tokens."""
-    bench = prepare(target, context, sampling)
+    bench = prepare(target, context, sampling, drafter.taps)
     state = drafter.start(bench.ids, bench.lengths, bench.states)
     plain: list[float] = []
     drafted: list[list[Parts]] = [[] for _ in trees]
@@ -81,7 +81,7 @@ def measure_costs(
     ]
 
 
-def prepare(target: Target, context: int, sampling: Sampling) -> Bench:
+def prepare(target: Target, context: int, sampling: Sampling, taps: tuple[int, ...] = ()) -> Bench:
     """Cache `context` random tokens. They repeat, or prompt lookup would have nothing to draft; to
     others, what they are changes no cost.
     """
@@ -92,7 +92,7 @@ def prepare(target: Target, context: int, sampling: Sampling) -> Bench:
     ids, root = whole[:, :context], whole[:, context]
     plain = Loop(target, None, None, sampling, SeededCoins([0]), target.new_cache())
     lengths = torch.tensor([context], device=target.device)
-    states = TargetStates(target.prefill(ids, lengths, plain.cache))
+    states = target.prefill(ids, lengths, plain.cache, taps=taps)
     return Bench(plain, ids, lengths, states, root, plain.cache.mark())
 
 

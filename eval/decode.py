@@ -57,6 +57,11 @@ class Loop:
     rows: Sequence[Row] = ()  # who is in the batch
     judge: Judge | None = None  # gives the laws in the place of `Laws`
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers that the drafter reads."""
+        return () if self.drafter is None else self.drafter.taps
+
 
 @dataclass(frozen=True)
 class Committed:
@@ -167,7 +172,7 @@ def decode_rows(
     target, rows, playing = loop.target, loop.rows, loop
     began = clock(target)
     ids, lengths = padded([row.prompt for row in rows], target.device)
-    states = TargetStates(target.prefill(ids, lengths, loop.cache))
+    states = target.prefill(ids, lengths, loop.cache, taps=loop.taps)
     root = first_token(loop, states, lengths)
     state = None if loop.drafter is None else loop.drafter.start(ids, lengths, states)
     for row, token in zip(rows, root.tolist(), strict=True):
@@ -234,8 +239,8 @@ def play(loop: Loop, state: Any, root: Tensor) -> Played:
         proposal, nodes = lay_out(proposal, loop.tree)
     ids = torch.cat([root[:, None], proposal.tokens], dim=1)
     before = cache.mark(states=ids.shape[1] > 1)
-    hidden = target.step(ids, cache, nodes)
-    laws = laws_of(loop, target.logits(hidden), proposal)
+    states = target.step(ids, cache, nodes, taps=loop.taps)
+    laws = laws_of(loop, target.logits(states.final), proposal)
     verified = clock(target)
     verdict = loop.rule(laws, proposal, loop.coins)
     if loop.history is not None:
@@ -246,8 +251,7 @@ def play(loop: Loop, state: Any, root: Tensor) -> Played:
     passes = 1 + target.settle(cache, before, ids, kept, path if committed.moved else None)
     if loop.drafter is not None:
         rows = torch.arange(len(root), device=root.device)[:, None]
-        states = TargetStates(hidden[rows, path])
-        state = loop.drafter.commit(state, proposal, verdict, states)
+        state = loop.drafter.commit(state, proposal, verdict, states.at(rows, path))
     seconds = drafted - start, verified - drafted
     return Played(proposal, committed, passes, verdict.next, state, *seconds, verified)
 

@@ -113,7 +113,12 @@ def rank_table(
         batch = packed.batch(index).to(target.device)
         roots = all_roots(batch)
         best = drafter.guesses(
-            batch, target.states(batch), roots, slots=drafter.depth, count=count, chunk=chunk
+            batch,
+            target.states(batch, drafter.taps),
+            roots,
+            slots=drafter.depth,
+            count=count,
+            chunk=chunk,
         )
         found = ranked(best, label_slots(batch, roots, drafter.depth)).cpu()
         at = batch.documents[roots.row, roots.position].cpu()

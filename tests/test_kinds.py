@@ -33,6 +33,8 @@ KINDS = {
     "distilled": "{kind: draft_model, layers: 1, draft_tokens: 2}",
     "distilled expansion": "{kind: draft_model, layers: 1, draft_vocab: 60, expansion: [2, 1]}",
     "distilled own": "{kind: draft_model, layers: 1, embedding: own, draft_tokens: 2}",
+    "dflash": "{kind: dflash, block_size: 4, layers: 1, taps: [0], start: target}",
+    "dflash some": "{kind: dflash, block_size: 4, layers: 1, taps: [0], draft_vocab: 60}",
     "ready": "{kind: draft_model, models: [small], draft_tokens: 2}",
     "forest": "{kind: draft_model, models: [small, smaller], expansion: [2, 1]}",
 }
@@ -70,16 +72,18 @@ def test_a_run_goes_through_and_measures(desk: Path, tiny_folder: Path, kind: st
     assert drafted and all(arm["lossless"] is True for arm in report["arms"])
     for arm in drafted:
         assert arm["tau_walk"] == (arm["tau_micro"] if walks else None)  # fp32: the walk is exact
-    assert ("transformers assisted" in arms) == (kind not in ("ngram", "forest"))
+    unassisted = kind in ("ngram", "forest") or kind.startswith("dflash")
+    assert ("transformers assisted" in arms) != unassisted
     assert (report["walk"] is None) == (not walks)
     fixed = kind in ("prompt_lookup", "distilled expansion", "forest")
     assert (report["tree"] is None) == fixed
     assert Path("runs/mine/drafter/README.md").read_text().startswith("---\nbase_model")
-    assert (Path("runs/mine/checkpoints").exists()) == kind.startswith("distilled")
+    trained = kind.startswith(("distilled", "dflash"))
+    assert Path("runs/mine/checkpoints").exists() == trained
     assert cli.main(["eval", "runs/mine/drafter", "eval.prompts=1"]) == 0
 
 
-@pytest.mark.parametrize("kind", ["ngram", "distilled", "forest"])
+@pytest.mark.parametrize("kind", ["ngram", "distilled", "dflash some", "forest"])
 def test_sampled_arms_draw_where_they_can(desk: Path, tiny_folder: Path, kind: str) -> None:
     report = run(tiny_folder, KINDS[kind], temperature=0.8)
     drawn = [arm for arm in report["arms"] if arm["name"].endswith("drawn")]

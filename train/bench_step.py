@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from draftsmith.drafters.medusa import MedusaHeads
-from draftsmith.drafters.slots import Batch, all_roots
+from draftsmith.drafters.slots import Batch
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.schema import MedusaConfig, ObjectiveConfig, TrainConfig
 from draftsmith.train.objective import Objective
@@ -155,7 +155,7 @@ def serve(options: argparse.Namespace) -> None:
     target = random_target(options, DTYPES[dtype])
     drafter = MedusaHeads(MedusaConfig(heads=options.heads), target, None)
     batch = random_batch(options)
-    states, roots = target.states(batch), all_roots(batch)
+    states, roots = target.states(batch), drafter.roots(batch)
     objective = Objective(ObjectiveConfig(loss=loss), options.heads)
     denominator = objective.denominator(drafter.slots(batch, states, roots).labels, drafter.head())
 

@@ -1,5 +1,6 @@
-"""Random number states of a process, as plain JSON values."""
+"""Random number states of a process, as plain JSON values; and seeds."""
 
+import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +43,12 @@ def undisturbed() -> Iterator[None]:
         yield
     finally:
         set_rng_state(state)
+
+
+def row_seed(seed: int, epoch: int, row: int) -> int:
+    """A seed of 63 bits for what is sampled in a row in an epoch."""
+    text = f"{seed} {epoch} {row}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 def to_hex(state: torch.Tensor) -> str:

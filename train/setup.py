@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -16,15 +16,24 @@ from draftsmith.data.dataset import Document, PackedRows, split_held_out, traini
 from draftsmith.data.features import FeatureCache
 from draftsmith.data.rows import read_manifest
 from draftsmith.data.vocab import most_frequent
+from draftsmith.drafters.dflash_mask import check_mask_token, propose_mask_token
 from draftsmith.drafters.methods import Learned, build, trainable
 from draftsmith.drafters.projection import Sums
-from draftsmith.drafters.slots import Batch, TargetStates, all_roots, label_slots
+from draftsmith.drafters.slots import Batch, TargetStates, label_slots
 from draftsmith.drafters.target import Target, pick_device
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import DraftModelConfig, MedusaConfig, OptimConfig, Recipe
+from draftsmith.recipes.schema import (
+    DFlashConfig,
+    DrafterConfig,
+    DraftModelConfig,
+    MedusaConfig,
+    OptimConfig,
+    Recipe,
+)
 from draftsmith.train.boost import without_known
 from draftsmith.train.objective import Objective
 from draftsmith.train.progress import Journal, Meter
+from draftsmith.train.rng import row_seed
 
 
 class SlotLoss(nn.Module):
@@ -38,12 +47,12 @@ class SlotLoss(nn.Module):
 
     def denominator(self, batch: Batch) -> Tensor:
         """What this batch adds to the step's denominator; scalar."""
-        labels = label_slots(batch, all_roots(batch), self.depth)
+        labels = label_slots(batch, self.drafter.roots(batch), self.depth)
         return self.objective.denominator(labels, self.drafter.head())
 
     def forward(self, batch: Batch, states: TargetStates, *, metrics: bool) -> tuple[Tensor, Sums]:
         """The batch's loss, summed and not yet divided, and its metrics as sums and counts."""
-        slots = self.drafter.slots(batch, states, all_roots(batch))
+        slots = self.drafter.slots(batch, states, self.drafter.roots(batch))
         return self.objective(slots, states, self.target, chunk=self.chunk, metrics=metrics)
 
 
@@ -91,10 +100,18 @@ class Training:
             self.planned = (epoch, self.plan(epoch))
         return self.planned[1][index]
 
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """These rows of the step to be taken. What a drafter samples in a row depends on the row,
+        the epoch and the recipe's seed alone.
+        """
+        epoch = self.step // self.steps_per_epoch
+        seeds = tuple(row_seed(self.recipe.seed, epoch, row) for row in rows)
+        return replace(self.rows.batch(rows), seeds=seeds).to(self.target.device)
+
     def states(self, rows: Sequence[int], batch: Batch) -> TargetStates:
         """The target's states of the batch of these rows: computed, or read from the cache."""
         if self.features is None:
-            return self.target.states(batch)
+            return self.target.states(batch, self.drafter.taps)
         return self.features.states(rows)
 
 
@@ -112,7 +129,8 @@ def prepare(recipe: Recipe, run: Path) -> Training:
     training = without_known(recipe, target, training)
     set_seed(recipe.seed)
     ids = draft_ids(recipe, target, training)
-    drafter = cast(Learned, build(recipe.drafter, target, ids))  # it has trained_slots
+    config = with_mask(recipe.drafter, target, documents, journal.say)
+    drafter = cast(Learned, build(config, target, ids))  # it has trained_slots
     loss = SlotLoss(drafter, target, recipe)
     model, optimizer = accelerator.prepare(loss, adamw(trainable(drafter), recipe.optim))
     return Training(
@@ -184,10 +202,32 @@ def start_processes(recipe: Recipe) -> Accelerator:
 def draft_ids(recipe: Recipe, target: Target, documents: Sequence[Document]) -> Tensor | None:
     """The reduced draft vocabulary, counted on the training data; None for the whole."""
     match recipe.drafter:
-        case MedusaConfig(draft_vocab=int(size)) | DraftModelConfig(draft_vocab=int(size)):
+        case (
+            MedusaConfig(draft_vocab=int(size))
+            | DraftModelConfig(draft_vocab=int(size))
+            | DFlashConfig(draft_vocab=int(size))
+        ):
             always = target.eos_ids
             return torch.tensor(most_frequent(documents, size, target.vocab_size, always=always))
     return None
+
+
+def with_mask(
+    config: DrafterConfig,
+    target: Target,
+    documents: Sequence[Document],
+    say: Callable[[str], None],
+) -> DrafterConfig:
+    """A block drafter's knobs with its mask token, which the data must not hold."""
+    if not isinstance(config, DFlashConfig):
+        return config
+    used = {token for document in documents for token in document.ids}
+    if config.mask_token_id is not None:
+        check_mask_token(config.mask_token_id, target, used)
+        return config
+    token = propose_mask_token(target, used)
+    say(f"drafter.mask_token_id: {token} is unused by {target.name} and the data, and is the mask")
+    return config.model_copy(update={"mask_token_id": token})
 
 
 def adamw(parameters: dict[str, nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:

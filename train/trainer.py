@@ -43,7 +43,7 @@ def cache_features(t: Training) -> None:
     if not t.recipe.train.feature_cache or t.step == t.total:
         return
     began = time.perf_counter()
-    cache = FeatureCache(t.target, t.rows, t.folder / "features")
+    cache = FeatureCache(t.target, t.rows, t.folder / "features", taps=t.drafter.taps)
     t.journal.say(cache.check())
     t.accelerator.wait_for_everyone()  # nothing is written before all have checked
     share = (t.accelerator.process_index, t.accelerator.num_processes)
@@ -104,11 +104,11 @@ def micro_batches(t: Training) -> list[tuple[list[int], Batch]]:
     rows, size = t.next_rows(), t.recipe.train.rows_per_micro_batch
     own = rows[t.accelerator.process_index :: t.accelerator.num_processes]
     if not own:
-        batch = t.rows.batch(rows[:1]).to(t.target.device)
+        batch = t.batch(rows[:1])
         nothing = torch.zeros_like(batch.supervised)
         return [(rows[:1], dataclasses.replace(batch, supervised=nothing))]
     pieces = [own[i : i + size] for i in range(0, len(own), size)]
-    return [(piece, t.rows.batch(piece).to(t.target.device)) for piece in pieces]
+    return [(piece, t.batch(piece)) for piece in pieces]
 
 
 def backward(t: Training, rows: list[int], batch: Batch, denominator: Tensor) -> None:

@@ -17,11 +17,12 @@ from draftsmith.data.plan import (
     render,
     size,
 )
+from draftsmith.drafters.geometry import geometry_of
 from draftsmith.drafters.methods import build, trainable
-from draftsmith.drafters.target import TargetShape, describe
+from draftsmith.drafters.target import TargetShape, describe, shape_of
 from draftsmith.recipes.entry import run_folder
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import MedusaConfig, Recipe, TargetConfig
+from draftsmith.recipes.schema import DFlashConfig, MedusaConfig, Recipe, TargetConfig
 from tests.tiny import tiny_target
 
 GIGABYTE = 1 << 30
@@ -76,8 +77,17 @@ def test_trained_parameters_are_those_of_the_real_heads(
         cached_numbers=1,
         parameters=1,
         template="x",
+        geometry=geometry_of(target.config),
     )
     assert trained_parameters(config, shape) == real
+
+
+@pytest.mark.parametrize("taps", [(), (0,), (0, 2, 3)], ids=str)
+def test_parameters_of_a_block_drafter_are_counted_from_shapes_alone(taps: tuple[int, ...]) -> None:
+    target = tiny_target(layers=5)
+    config = DFlashConfig(kind="dflash", layers=2, taps=taps)
+    real = sum(parameter.numel() for parameter in trainable(build(config, target, None)).values())
+    assert trained_parameters(config, shape_of(target.model.config, "x")) == real
 
 
 def test_the_plan_counts_without_loading_weights(

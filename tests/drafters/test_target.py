@@ -116,28 +116,43 @@ def test_steps_with_a_cache_equal_one_pass():
     ids = torch.randint(0, 200, (2, 12))
     whole = target.base(input_ids=ids).last_hidden_state
     cache = target.new_cache()
-    parts = [target.step(ids[:, a:b], cache) for a, b in ((0, 5), (5, 6), (6, 12))]
+    parts = [target.step(ids[:, a:b], cache).final for a, b in ((0, 5), (5, 6), (6, 12))]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole)
     cache.crop([7, 7])
-    torch.testing.assert_close(target.step(ids[:, 7:], cache), whole[:, 7:])
+    torch.testing.assert_close(target.step(ids[:, 7:], cache).final, whole[:, 7:])
+
+
+def test_steps_give_the_tapped_layers_of_one_pass():
+    target, taps = tiny_target(layers=4), (0, 2)
+    ids, lengths = torch.randint(0, 200, (2, 9)), torch.tensor([5, 3])
+    packed = Batch(ids, torch.arange(9).expand_as(ids), torch.zeros_like(ids), ids >= 0)
+    want = target.states(packed, taps)
+    cache = target.new_cache()
+    first = target.prefill(ids[:, :5], lengths, cache, taps=taps)
+    fed = torch.stack([row[n : n + 4] for row, n in zip(ids, lengths, strict=True)])
+    then = target.step(fed, cache, taps=taps)
+    for row, n in enumerate(lengths.tolist()):
+        for start, states in ((0, first), (n, then)):
+            count = n if start == 0 else 4
+            assert states.layers is not None and want.layers is not None
+            there = want.at(torch.tensor([row]), torch.arange(start, start + count))
+            torch.testing.assert_close(states.layers[row, :count], there.layers)
+            torch.testing.assert_close(states.final[row, :count], there.final)
+    assert target.step(fed[:, :1], cache).layers is None
 
 
 def test_rows_of_unequal_length_are_as_if_each_were_alone():
     target = tiny_target()
     ids, lengths = torch.randint(0, 200, (3, 90)), torch.tensor([4, 61, 17])
     cache = target.new_cache()
-    first = target.prefill(ids[:, :61], lengths, cache)
-    parts = [
-        target.step(torch.stack([r[n : n + 3] for r, n in zip(ids, lengths, strict=True)]), cache)
-    ]
+    first = target.prefill(ids[:, :61], lengths, cache).final
+    fed = torch.stack([r[n : n + 3] for r, n in zip(ids, lengths, strict=True)])
+    parts = [target.step(fed, cache).final]
     cache.crop([5, 64, 18])
     cache.select(torch.tensor([2, 0, 1]))
     order = ids[[2, 0, 1]]
-    parts.append(
-        target.step(
-            torch.stack([r[n:][:20] for r, n in zip(order, (18, 5, 64), strict=True)]), cache
-        )
-    )
+    fed = torch.stack([r[n:][:20] for r, n in zip(order, (18, 5, 64), strict=True)])
+    parts.append(target.step(fed, cache).final)
     assert cache.lengths == [38, 25, 84]
     for row, length in enumerate(lengths.tolist()):
         want = target.base(input_ids=ids[row : row + 1]).last_hidden_state[0]
@@ -162,10 +177,10 @@ def test_a_kept_tree_path_is_as_if_it_had_been_fed_alone(attention, lengths):
     tokens = torch.tensor([[40, 41, 42, 43], [50, 51, 52, 53]])
     proposal = Proposal(tokens[:, 1:], PARENT, torch.ones(2, 3).bool())
     fed, nodes = lay_out(proposal, chain(3))
-    hidden = target.step(torch.cat([tokens[:, :1], fed.tokens], dim=1), cache, nodes)
+    hidden = target.step(torch.cat([tokens[:, :1], fed.tokens], dim=1), cache, nodes).final
     path = torch.tensor([[0, 2, 3], [0, 1, 0]])
     cache.keep(lengths, path, [3, 2], moved=True)
-    after = target.step(torch.tensor([[60, 61], [70, 71]]), cache)
+    after = target.step(torch.tensor([[60, 61], [70, 71]]), cache).final
     for row, kept in enumerate(([0, 2, 3], [0, 1])):
         context = ids[row, : lengths[row]].tolist() + tokens[row, kept].tolist()
         alone = torch.tensor([[*context, *([60, 61], [70, 71])[row]]])

@@ -40,6 +40,7 @@ class Patchy:
     """
 
     shapes = (chain(3), Tree(((0,), (1,), (0, 0))))
+    taps = ()
 
     def __init__(self, heads):
         self.heads, self.depth = heads, heads.depth

@@ -26,6 +26,8 @@ PENALTY = Sampling(repetition_penalty=1.4, logit_bias=((7, 1.0), (9, -3.0)))
 class Sampled:
     """A drafter whose heads are sampled, not read off."""
 
+    taps = ()
+
     def __init__(self, drafter, draw):
         self.inner, self.draw, self.depth = drafter, draw, drafter.depth
         self.start, self.commit = drafter.start, drafter.commit
