@@ -60,7 +60,7 @@ CONDITIONAL = {
     "data.self_written.temperature": lambda recipe: recipe.data.self_written.count > 0,
     "data.self_written.top_p": lambda recipe: recipe.data.self_written.count > 0,
     "drafter.rank": lambda recipe: is_low_rank(recipe.drafter),
-    "drafter.layers": lambda recipe: distils(recipe.drafter),
+    "drafter.layers": lambda recipe: recipe.drafter.kind == "dflash" or distils(recipe.drafter),
     "drafter.embedding": lambda recipe: distils(recipe.drafter),
     "drafter.boosts": lambda recipe: distils(recipe.drafter),
     "drafter.draft_tokens": lambda recipe: not is_expanded(recipe.drafter),
