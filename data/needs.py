@@ -7,6 +7,7 @@ from draftsmith.recipes.schema import (
     DrafterConfig,
     DraftModelConfig,
     MedusaConfig,
+    MtpConfig,
     Recipe,
     TargetConfig,
 )
@@ -24,6 +25,9 @@ def trained_parameters(config: DrafterConfig, shape: TargetShape) -> int:
             extra = {"shared": 0, "low_rank": config.rank * (size + rows), "own": rows * size}
             blocks = (1 + config.reads_root) * size * size + size
             return config.heads * (blocks + extra[config.projection])
+        case MtpConfig():
+            size = shape.hidden_size
+            return max(shape.layer_parameters) + 2 * size * size + 3 * size
         case DraftModelConfig(models=()):
             layers = [shape.layer_parameters[i] for i in spread(shape.layers, config.layers)]
             embedding = shape.embedding_parameters
@@ -76,6 +80,18 @@ def step_memory(
             return {
                 "one chunk of logits": buffers * logits * FULL,
                 "slot states and their gradients": 4 * states * FULL,
+            }
+        case MtpConfig():
+            rows = config.draft_vocab or shape.vocab_size
+            # What a layer keeps for its gradient: about as much as 20 states. Attention masks.
+            kept = config.draft_tokens * (20 * shape.hidden_size + recipe.data.max_length // 4)
+            return {
+                "one chunk of logits": buffers
+                * recipe.train.chunk
+                * config.draft_tokens
+                * rows
+                * FULL,
+                "mtp block's activations": positions * kept * FULL,
             }
         case DraftModelConfig(models=()):
             rows = config.draft_vocab or shape.vocab_size

@@ -22,6 +22,7 @@ from draftsmith.recipes.schema import (
     DraftModelConfig,
     EvalConfig,
     MedusaConfig,
+    MtpConfig,
     Recipe,
 )
 
@@ -151,9 +152,11 @@ def check_target(recipe: Recipe, shape: TargetShape) -> None:
 def check_drafter(drafter: DrafterConfig, shape: TargetShape, name: str) -> None:
     """What of a drafter the target's shape rules out."""
     match drafter:
-        case MedusaConfig(draft_vocab=int(rows)) | DraftModelConfig(draft_vocab=int(rows)) if (
-            rows > shape.vocab_size
-        ):
+        case (
+            MedusaConfig(draft_vocab=int(rows))
+            | MtpConfig(draft_vocab=int(rows))
+            | DraftModelConfig(draft_vocab=int(rows))
+        ) if rows > shape.vocab_size:
             raise UserError(
                 f"drafter.draft_vocab: {rows} is more than the {shape.vocab_size} "
                 f"tokens of {name}; give fewer, or null for all"
@@ -162,6 +165,11 @@ def check_drafter(drafter: DrafterConfig, shape: TargetShape, name: str) -> None
             raise UserError(
                 f"drafter.rank: {rank} is more than the hidden size of {name} "
                 f"({shape.hidden_size}), a low rank is less"
+            )
+        case MtpConfig() if not shape.layer_parameters:
+            raise UserError(
+                f"drafter.kind: {name} has no stack of layers that an mtp block could be made of; "
+                "take another kind"
             )
         case DraftModelConfig(models=()) if not shape.layer_parameters:
             raise UserError(

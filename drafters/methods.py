@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from draftsmith.drafters.draft_model import DraftModel
 from draftsmith.drafters.lookup import PromptLookup
 from draftsmith.drafters.medusa import MedusaHeads
+from draftsmith.drafters.mtp import MtpModule
 from draftsmith.drafters.ngram import NgramTable
 from draftsmith.drafters.proposal import Draw, Plan, Proposal, Verdict
 from draftsmith.drafters.slots import Batch, Head, Roots, SlotStates, TargetStates
@@ -17,6 +18,7 @@ from draftsmith.recipes.schema import (
     DrafterConfig,
     DraftModelConfig,
     MedusaConfig,
+    MtpConfig,
     NgramConfig,
     PromptLookupConfig,
 )
@@ -126,12 +128,14 @@ class Untrained(Drafter, Protocol):
 METHODS: dict[str, type[Drafter]] = {
     "draft_model": DraftModel,
     "medusa": MedusaHeads,
+    "mtp": MtpModule,
     "ngram": NgramTable,
     "prompt_lookup": PromptLookup,
 }
 CONFIGS: dict[str, type[DrafterConfig]] = {
     "draft_model": DraftModelConfig,
     "medusa": MedusaConfig,
+    "mtp": MtpConfig,
     "ngram": NgramConfig,
     "prompt_lookup": PromptLookupConfig,
 }

@@ -162,6 +162,75 @@ def before_roots(states: Tensor, roots: Roots) -> Tensor:
     return states[roots.row, roots.position - 1]
 
 
+def previous(states: Tensor) -> Tensor:
+    """The state before every position, [B, T, D]; 0 at the first of a row."""
+    return torch.nn.functional.pad(states[:, :-1], (0, 0, 1, 0))
+
+
+def enters(batch: Batch) -> Tensor:
+    """Positions [B, T] that have a state before them in their document: all but its first."""
+    return (batch.documents >= 0) & (batch.positions > 0)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Groups row by row: [B, R], R the most that a row has (at least 1). Cells without a group
+    stand at position 0.
+    """
+
+    position: Tensor  # [B, R] int64, index into the row
+    filled: Tensor  # [B, R] bool
+    column: Tensor  # [N] every group's cell of its row
+    cell: Tensor  # [B, T] the cell of the group at a position; 0 where there is none
+
+    @staticmethod
+    def of(roots: Roots, batch: Batch) -> "Grid":
+        """Lay groups out."""
+        counts = torch.bincount(roots.row, minlength=len(batch.ids))
+        order = torch.argsort(roots.row, stable=True)
+        starts = torch.cumsum(counts, 0) - counts
+        number = torch.arange(len(order), device=order.device)
+        column = torch.empty_like(order)
+        column[order] = number - starts[roots.row[order]]
+        width = max(1, int(counts.max()))
+        position = batch.ids.new_zeros((len(batch.ids), width))
+        position[roots.row, column] = roots.position
+        filled = torch.zeros_like(position, dtype=torch.bool)
+        filled[roots.row, column] = True
+        cell = torch.zeros_like(batch.ids)
+        cell[roots.row, roots.position] = column
+        return Grid(position, filled, column, cell)
+
+
+def tokens_of_slot(batch: Batch, at: Tensor, slot: int) -> Tensor:
+    """x[r + slot - 1], what slot 1, 2, .. reads: [B, R] for roots at `at` [B, R]. Behind a row's
+    end, its last token: such slots are not valid.
+    """
+    return batch.ids.gather(1, (at + slot - 1).clamp(max=batch.ids.shape[1] - 1))
+
+
+def positions_of_slot(batch: Batch, at: Tensor, slot: int) -> Tensor:
+    """The position in its document of what slot 1, 2, .. reads: [B, R]."""
+    return batch.positions.gather(1, at) + slot - 1
+
+
+def states_of_slot(states: Tensor, at: Tensor, slot: int) -> Tensor:
+    """The state that slot 1, 2, .. would read if all before it were the target's: the state at
+    r + slot - 2, [B, R, D] from [B, T, D].
+    """
+    index = (at + slot - 2).clamp(0, states.shape[1] - 1)
+    return states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))
+
+
+def cells_ahead(grid: Grid, ahead: Tensor) -> Tensor:
+    """The cells of the groups at r + ahead, for ahead [B, R] >= 0: [B, R]; its own where that has
+    left the row.
+    """
+    at = grid.position + ahead
+    inside = at < grid.cell.shape[1]
+    return grid.cell.gather(1, torch.where(inside, at, grid.position))
+
+
 def guessed(batch: Batch, guess: Tensor) -> Tensor:
     """Which tokens [B, T] are the guess [B, T] at the position before, in the same document."""
     found = torch.zeros_like(batch.supervised)

@@ -21,7 +21,13 @@ from draftsmith.drafters.projection import Sums
 from draftsmith.drafters.slots import Batch, TargetStates, label_slots
 from draftsmith.drafters.target import Target, pick_device
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import DraftModelConfig, MedusaConfig, OptimConfig, Recipe
+from draftsmith.recipes.schema import (
+    DraftModelConfig,
+    MedusaConfig,
+    MtpConfig,
+    OptimConfig,
+    Recipe,
+)
 from draftsmith.train.boost import without_known
 from draftsmith.train.objective import Objective
 from draftsmith.train.progress import Journal, Meter
@@ -193,7 +199,11 @@ def start_processes(recipe: Recipe) -> Accelerator:
 def draft_ids(recipe: Recipe, target: Target, documents: Sequence[Document]) -> Tensor | None:
     """The reduced draft vocabulary, counted on the training data; None for the whole."""
     match recipe.drafter:
-        case MedusaConfig(draft_vocab=int(size)) | DraftModelConfig(draft_vocab=int(size)):
+        case (
+            MedusaConfig(draft_vocab=int(size))
+            | MtpConfig(draft_vocab=int(size))
+            | DraftModelConfig(draft_vocab=int(size))
+        ):
             always = target.eos_ids
             return torch.tensor(most_frequent(documents, size, target.vocab_size, always=always))
     return None

@@ -1,0 +1,133 @@
+"""The module of multi-token prediction: what it reads, a decoder layer of the target's own kind,
+and a norm (DeepSeek-V3, 2412.19437, section 2.2).
+
+    u = fc [norm(embedding); norm(state)],   h = layer(u),   the head reads norm(h)
+
+The layer runs through its own transformers class, so that whatever a family does between queries
+and output (norms of heads, biases, gates) is done here too; only its attention is ours.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.drafters.mtp_attention import OURS, Chain, register
+from draftsmith.drafters.reach import layer_types, reaches
+from draftsmith.drafters.shallow import shallow_config
+from draftsmith.drafters.target import Target
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import MtpConfig
+
+FULL = "full_attention"
+
+
+class MtpBlock(nn.Module):
+    """fc, three norms and a layer, in fp32. `reach` is how far the layer's attention looks back."""
+
+    def __init__(self, config: MtpConfig, target: Target) -> None:
+        super().__init__()
+        self.hidden_first = config.order == "hidden_first"
+        self.shift = config.position_shift
+        self.place = start_layer(target)
+        self.layer_config = one_layer(target, self.place)
+        self.reach = next(iter(reaches(self.layer_config).values()))
+        size = target.hidden_size
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.pre_fc_norm_embedding = new_norm(target)
+        self.pre_fc_norm_hidden = new_norm(target)
+        self.layer = type(target.decoder_layers()[self.place])(self.layer_config, 0).float()
+        self.norm = new_norm(target)
+        self.rotate = rotary(target, self.layer_config)
+        self.cache_argument = target.cache_argument
+        initialise(self, target, copied=config.start == "last_layer")
+
+    def forward(
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        *,
+        mask: Tensor | None = None,
+        chain: Chain | None = None,
+        cache: Any = None,
+    ) -> Tensor:
+        """Embeddings and states [B, M, D] at positions [B, M] -> states [B, M, D], before `norm`.
+
+        mask: [B or 1, 1, M, S] bool over the keys in the cache and these. In training, `chain`
+        holds masks and keys instead.
+        """
+        read = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
+        joined = self.fc(torch.cat(read[::-1] if self.hidden_first else read, dim=-1))
+        at = (positions + self.shift).clamp(min=0)
+        out = self.layer(
+            joined,
+            attention_mask=mask,
+            position_ids=at,
+            position_embeddings=self.rotate(joined, at),
+            chain=chain,
+            **{self.cache_argument: cache},
+        )
+        state: Tensor = out[0] if isinstance(out, tuple) else out
+        return state
+
+
+def start_layer(target: Target) -> int:
+    """The last layer of full attention; the last one where types are not told apart."""
+    kinds = layer_types(target.config)
+    if kinds is None or FULL not in kinds:
+        return target.layers - 1
+    return max(place for place, kind in enumerate(kinds) if kind == FULL)
+
+
+def one_layer(target: Target, place: int) -> Any:
+    """The target's text config with this layer alone, its attention ours. Raises UserError for a
+    layer without attention.
+    """
+    config = shallow_config(target.config, [place])
+    if not reaches(config):
+        raise UserError(
+            f"drafter.kind: {target.name} has no attention layer that an mtp block could be made "
+            "of; take another kind"
+        )
+    register()
+    config._attn_implementation = OURS
+    return config
+
+
+def new_norm(target: Target) -> Any:
+    """A norm like the target's last one, in fp32, its weights as new."""
+    norm = copy.deepcopy(target.base.norm).float()
+    norm.load_state_dict(type(target.base.norm)(target.hidden_size).state_dict())
+    return norm.requires_grad_()
+
+
+def rotary(target: Target, config: Any) -> Callable[[Tensor, Tensor], Any]:
+    """(states, positions) -> the cosines and sines that the layer takes."""
+    module = target.base.rotary_emb
+    if "layer_type" not in inspect.signature(module.forward).parameters:
+        return lambda states, positions: module(states, positions)
+    (kind,) = layer_types(config) or ("",)
+    return lambda states, positions: module(states, positions, kind)
+
+
+@torch.no_grad()
+def initialise(block: MtpBlock, target: Target, *, copied: bool) -> None:
+    """Start values. The last norm is the target's: its head reads what comes out.
+
+    copied: the layer is the target's, and reads the sum of both inputs.
+    """
+    block.norm.load_state_dict(target.base.norm.state_dict())
+    size = target.hidden_size
+    if copied:
+        stack = target.decoder_layers()
+        block.layer.load_state_dict(stack[block.place].state_dict())
+        block.fc.weight.copy_(torch.cat([torch.eye(size)] * 2, dim=1))
+        return
+    deviation = float(target.config.initializer_range)
+    for value in [block.fc.weight, *block.layer.parameters()]:
+        if value.ndim > 1:
+            value.normal_(std=deviation)
