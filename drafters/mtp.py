@@ -100,10 +100,9 @@ class MtpModule(nn.Module):
         return run.groups()
 
     def likeliest(self, output: Tensor) -> Tensor:
-        """The tokens [B, R] that outputs [B, R, D] draft greedily."""
-        hidden = self.block.norm(output).flatten(0, 1)[:, None]
-        best = top_tokens(hidden, self.head(), 1, chunk=CHUNK, adjust=self.target.adjust)
-        return best.view(output.shape[:2])
+        """The tokens [N] that outputs [N, D] draft greedily."""
+        hidden = self.block.norm(output)[:, None]
+        return top_tokens(hidden, self.head(), 1, chunk=CHUNK, adjust=self.target.adjust)[:, 0, 0]
 
     def guesses(
         self,

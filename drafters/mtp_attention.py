@@ -1,10 +1,11 @@
 """Attention of an MTP block, in the place of transformers' own.
 
 While training, slot k of a root r sees the slot-1 entries of its document up to r and slots 2..k of
-its own root, as it does when served. All roots of a row share the former: the cost is K times that
-of causal attention.
+its own root, as it does when served. All roots of a document share the former: the cost is K times
+that of causal attention, and documents that share a row cost what they cost alone.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +15,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from draftsmith.drafters.reach import Reach
+from draftsmith.drafters.slots import Entries
+
 OURS = "draftsmith_mtp"  # transformers' name for `attend`
-QUERIES = 256  # roots whose scores are held at once
+QUERIES = 1024  # roots of a document whose scores are held; of more, backward computes them anew
 
 Pair = tuple[Tensor, Tensor]  # keys and values
 
@@ -24,10 +28,28 @@ Pair = tuple[Tensor, Tensor]  # keys and values
 class Chain:
     """What is remembered of a batch's slots: call a block once for every slot, in order."""
 
-    first: Tensor  # [B, 1, T, T] bool, what slot 1 sees
-    sees: Tensor  # [B, 1, R, T] bool, the slot-1 entries that the slot at hand sees
-    context: Pair | None = None  # of slot 1, [B, Hkv, T, d]
-    own: list[Pair] = field(default_factory=list)  # of slots 2, .., [B, Hkv, R, d] each
+    entries: Entries
+    reach: Reach
+    context: list[Pair] | None = None  # of slot 1, by document: [1, Hkv, e, d]
+    own: list[Pair] = field(default_factory=list)  # of slots 2, ..: [1, Hkv, N, d]
+
+    def first(self, key: Tensor, value: Tensor) -> None:
+        """Remember slot 1, [1, Hkv, E, d]."""
+        sizes = self.entries.sizes
+        self.context = list(zip(key.split(sizes, 2), value.split(sizes, 2), strict=True))
+
+    def sees_itself(self, size: int) -> Tensor:
+        """[1, 1, e, e] bool: what slot 1 sees of its document."""
+        at = torch.arange(1, size + 1, device=self.entries.row.device)
+        return ((at <= at[:, None]) & self.reach.sees(at[:, None], at))[None, None]
+
+    def seen(self) -> Iterator[Tensor]:
+        """By document, [g, e] bool: the slot-1 entries that the slot at hand sees."""
+        places = self.entries.place.split(self.entries.groups)
+        for size, place in zip(self.entries.sizes, places, strict=True):
+            at = torch.arange(1, size + 1, device=place.device)
+            root = place[:, None] + 1
+            yield (at <= root) & self.reach.sees(root + len(self.own), at)
 
 
 def register() -> None:
@@ -56,8 +78,8 @@ def attend(
     if chain is None:
         out = plain(query, key, value, attention_mask, scaling, softcap)
     elif chain.context is None:
-        chain.context = key, value
-        out = plain(query, key, value, chain.first, scaling, softcap)
+        chain.first(key, value)
+        out = causal(query, chain, scaling, softcap)
     else:
         chain.own.append((key, value))
         out = merged(query, chain, scaling, softcap)
@@ -83,35 +105,49 @@ def plain(
     return weighted(scores.softmax(dim=-1), value).flatten(1, 2)
 
 
+def causal(query: Tensor, chain: Chain, scaling: float, softcap: float | None) -> Tensor:
+    """Slot 1: every document alone, [1, H, E, d]."""
+    assert chain.context is not None
+    found = [query[:, :, :0]]
+    for part, pair in zip(query.split(chain.entries.sizes, 2), chain.context, strict=True):
+        size = part.shape[2]
+        if softcap is None and chain.reach.covers(size + 1):
+            out = F.scaled_dot_product_attention(
+                part, *pair, is_causal=True, scale=scaling, enable_gqa=True
+            )
+        else:
+            out = plain(part, *pair, chain.sees_itself(size), scaling, softcap)
+        found.append(out)
+    return torch.cat(found, dim=2)
+
+
 def merged(query: Tensor, chain: Chain, scaling: float, softcap: float | None) -> Tensor:
-    """One softmax over the context's entries and the root's own, [B, H, R, d], some roots at a
-    time: backward computes their scores anew.
-    """
+    """Slots 2, ..: one softmax over the document's entries and the root's own, [1, H, N, d]."""
     assert chain.context is not None, "slot 1 comes first"
-    own = [torch.stack(part, dim=3) for part in zip(*chain.own, strict=True)]  # [B, Hkv, R, j, d]
-    cut = (part.split(QUERIES, 2) for part in (query, *own, chain.sees))
-    pieces = [
-        checkpoint(both, *piece, *chain.context, scaling, softcap, use_reentrant=False)
-        for piece in zip(*cut, strict=True)
-    ]
-    return torch.cat(pieces, dim=2)
+    own = [torch.stack(part, dim=3) for part in zip(*chain.own, strict=True)]  # [1, Hkv, N, j, d]
+    groups = chain.entries.groups
+    parts = zip(*(one.split(groups, 2) for one in (query, *own)), strict=True)
+    found = [query[:, :, :0]]
+    for part, sees, pair in zip(parts, chain.seen(), chain.context, strict=True):
+        if 0 < len(sees) <= QUERIES:
+            found.append(both(part, pair, sees, scaling, softcap))
+        elif len(sees):
+            cut = zip(*(one.split(QUERIES, 2) for one in part), strict=True)
+            for piece, seen in zip(cut, sees.split(QUERIES), strict=True):
+                again = checkpoint(both, piece, pair, seen, scaling, softcap, use_reentrant=False)
+                found.append(again)
+    return torch.cat(found, dim=2)
 
 
 def both(
-    query: Tensor,
-    own_key: Tensor,
-    own_value: Tensor,
-    sees: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float,
-    softcap: float | None,
+    part: tuple[Tensor, ...], context: Pair, sees: Tensor, scaling: float, softcap: float | None
 ) -> Tensor:
-    """Queries [B, H, R, d] on the context's entries [B, Hkv, T, d] where they see them [B, 1, R,
-    T], and on their own [B, Hkv, R, j, d].
+    """part: queries [1, H, g, d], their own keys and values [1, Hkv, g, j, d]. They see entries of
+    the context [1, Hkv, e, d] where `sees` [g, e] says so, and their own: [1, H, g, d].
     """
-    far = scores_of(query, key, scaling, softcap)  # [B, Hkv, G, R, T]
-    far = far.masked_fill(~sees[:, :, None], float("-inf"))
+    (query, own_key, own_value), (key, value) = part, context
+    far = scores_of(query, key, scaling, softcap)  # [1, Hkv, G, g, e]
+    far = far.masked_fill(~sees, float("-inf"))
     near = torch.einsum("bhgrd,bhrjd->bhgrj", grouped(query, key), own_key) * scaling
     law = torch.cat([far, capped(near, softcap)], dim=-1).softmax(dim=-1)
     far, near = law.split([key.shape[2], own_key.shape[3]], dim=-1)

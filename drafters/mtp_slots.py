@@ -1,6 +1,6 @@
-"""The recursion of an MTP block over whole rows, as training and the walk need it.
+"""The recursion of an MTP block over packed rows, as training and the walk need it.
 
-Slot 1 is one causal pass over every row. Slots 2..K run for the roots alone.
+Slot 1 is one causal pass over every document. Slots 2..K run for the roots alone.
 """
 
 from collections.abc import Callable
@@ -10,96 +10,62 @@ from torch import Tensor
 
 from draftsmith.drafters.mtp_attention import Chain
 from draftsmith.drafters.mtp_block import MtpBlock
-from draftsmith.drafters.reach import Reach
-from draftsmith.drafters.slots import (
-    Batch,
-    Grid,
-    Roots,
-    cells_ahead,
-    enters,
-    positions_of_slot,
-    previous,
-    states_of_slot,
-    tokens_of_slot,
-)
+from draftsmith.drafters.slots import Batch, Entries, Roots
 
-Embed = Callable[[Tensor], Tensor]  # token ids [..] -> [.., D]
-Recycle = Callable[[Tensor], Tensor]  # a block's output -> what the next slot reads
+Map = Callable[[Tensor], Tensor]
 
 
 class Recursion:
-    """One batch. `slots` gives what the head reads; how it goes on is up to the caller."""
+    """One batch. Groups stand in the order of rows and positions until `groups` hands them out."""
 
     def __init__(
-        self, block: MtpBlock, embed: Embed, recycle: Recycle, batch: Batch, roots: Roots
+        self, block: MtpBlock, embed: Map, recycle: Map, batch: Batch, roots: Roots
     ) -> None:
         self.block, self.embed, self.recycle = block, embed, recycle
-        self.batch, self.roots, self.grid = batch, roots, Grid.of(roots, batch)
-        first = slot_one_sees(batch, block.reach)
-        self.chain = Chain(first, root_sees(batch, self.grid, block.reach, 1))
-        self.outputs: list[Tensor] = []  # of every slot so far, [B, R, D], before the norm
+        self.batch, self.entries = batch, Entries.of(batch, roots)
+        self.chain = Chain(self.entries, block.reach)
+        self.outputs: list[Tensor] = []  # of every slot so far, [N, D], before the norm
+
+    def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        """The block on tokens [n] with states [n, D] before them: [n, D]."""
+        if not len(tokens):  # which the layers of transformers do not take
+            return hidden
+        flat = self.embed(tokens)[None], hidden[None], positions[None]
+        out: Tensor = self.block(*flat, chain=self.chain)
+        return out[0]
 
     def first(self, final: Tensor) -> None:
         """Slot 1, from the target's states [B, T, D]."""
-        ids, positions = self.batch.ids, self.batch.positions
-        out = self.block(self.embed(ids), previous(final), positions, chain=self.chain)
-        self.outputs.append(picked(out, self.grid.position))
+        entries, batch = self.entries, self.batch
+        out = self.run(entries.tokens(batch), entries.states(final), entries.positions(batch))
+        self.outputs.append(out[entries.root])
 
     def next(self, tokens: Tensor, hidden: Tensor) -> None:
-        """The next slot, from tokens [B, R] and states [B, R, D]."""
-        slot = len(self.outputs) + 1
-        self.chain.sees = root_sees(self.batch, self.grid, self.block.reach, slot)
-        positions = positions_of_slot(self.batch, self.grid.position, slot)
-        self.outputs.append(self.block(self.embed(tokens), hidden, positions, chain=self.chain))
+        """The next slot, from tokens [N] and states [N, D]."""
+        positions = self.entries.positions(self.batch)[self.entries.root] + len(self.outputs)
+        self.outputs.append(self.run(tokens, hidden, positions))
 
     def own(self) -> Tensor:
-        """The state of the last slot, as the next one reads it: [B, R, D]."""
+        """The state of the last slot, as the next one reads it: [N, D]."""
         return self.recycle(self.outputs[-1])
 
     def true_tokens(self) -> Tensor:
-        """The text's tokens for the next slot, [B, R]."""
-        return tokens_of_slot(self.batch, self.grid.position, len(self.outputs) + 1)
+        """The text's tokens for the next slot, [N]."""
+        return self.entries.tokens_of_slot(self.batch, len(self.outputs) + 1)
 
     def mixed(self, final: Tensor) -> Tensor:
         """For the next slot, a state that precedes the token it reads, drawn evenly: the target's
-        or that of an earlier slot of this or a later root (Megatron's `mtp_hsm`). [B, R, D].
+        or that of an earlier slot of this or a later root (Megatron's `mtp_hsm`). [N, D].
         """
         count = len(self.outputs)
-        found = [states_of_slot(final, self.grid.position, count + 1)]
+        found = [self.entries.states_of_slot(final, count + 1)]
         for slot, output in enumerate(self.outputs, start=1):
-            ahead = torch.full_like(self.grid.position, count - slot)
-            found.append(picked(self.recycle(output), cells_ahead(self.grid, ahead)))
-        cells = self.grid.position
-        choice = torch.randint(len(found), cells.shape, device=cells.device)
-        index = choice[None, ..., None].expand(1, -1, -1, found[0].shape[-1])
-        return torch.stack([one.to(final.dtype) for one in found]).gather(0, index)[0]
+            found.append(self.recycle(output)[self.entries.ahead(count - slot)].to(final.dtype))
+        groups = torch.arange(len(self.entries.root), device=final.device)
+        choice = torch.randint(len(found), groups.shape, device=final.device)
+        return torch.stack(found)[choice, groups]
 
     def groups(self) -> Tensor:
-        """What the head reads, [N, K, D]."""
-        out: Tensor = self.block.norm(torch.stack(self.outputs, dim=2))  # [B, R, K, D]
-        return out[self.roots.row, self.grid.column]
-
-
-def picked(states: Tensor, at: Tensor) -> Tensor:
-    """[B, T, D] at [B, R] -> [B, R, D]."""
-    return states.gather(1, at[..., None].expand(-1, -1, states.shape[-1]))
-
-
-def slot_one_sees(batch: Batch, reach: Reach) -> Tensor:
-    """[B, 1, T, T] bool: the entries of its document up to itself; where there is none, itself."""
-    length = batch.ids.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=batch.ids.device).tril()
-    same = batch.documents[:, :, None] == batch.documents[:, None]
-    near = reach.sees(batch.positions[:, :, None], batch.positions[:, None])
-    itself = torch.eye(length, dtype=torch.bool, device=causal.device)
-    return (causal & same & near & enters(batch)[:, None] | itself)[:, None]
-
-
-def root_sees(batch: Batch, grid: Grid, reach: Reach, slot: int) -> Tensor:
-    """[B, 1, R, T] bool: the slot-1 entries of its document up to the root that a slot sees."""
-    at = torch.arange(batch.ids.shape[1], device=batch.ids.device)
-    before = at <= grid.position[..., None]
-    same = batch.documents.gather(1, grid.position)[..., None] == batch.documents[:, None]
-    query = positions_of_slot(batch, grid.position, slot)
-    near = reach.sees(query[..., None], batch.positions[:, None])
-    return (before & same & near & enters(batch)[:, None])[:, None]
+        """What the head reads, [N, K, D], in the order of the roots that were given."""
+        out: Tensor = self.block.norm(torch.stack(self.outputs, dim=1))
+        return out[self.entries.order.argsort()]

@@ -162,73 +162,69 @@ def before_roots(states: Tensor, roots: Roots) -> Tensor:
     return states[roots.row, roots.position - 1]
 
 
-def previous(states: Tensor) -> Tensor:
-    """The state before every position, [B, T, D]; 0 at the first of a row."""
-    return torch.nn.functional.pad(states[:, :-1], (0, 0, 1, 0))
-
-
-def enters(batch: Batch) -> Tensor:
-    """Positions [B, T] that have a state before them in their document: all but its first."""
-    return (batch.documents >= 0) & (batch.positions > 0)
-
-
 @dataclass(frozen=True)
-class Grid:
-    """Groups row by row: [B, R], R the most that a row has (at least 1). Cells without a group
-    stand at position 0.
+class Entries:
+    """Every position that has a state before it in its document, and groups among them.
+
+    E entries in the order of rows and positions; N groups in that order too, whatever order the
+    roots were given in.
     """
 
-    position: Tensor  # [B, R] int64, index into the row
-    filled: Tensor  # [B, R] bool
-    column: Tensor  # [N] every group's cell of its row
-    cell: Tensor  # [B, T] the cell of the group at a position; 0 where there is none
+    row: Tensor  # [E] int64
+    position: Tensor  # [E] int64, index into the row
+    sizes: list[int]  # entries of every document
+    groups: list[int]  # groups of every document
+    root: Tensor  # [N] the entry of every group's root
+    place: Tensor  # [N] the same, counted in its document from 0
+    order: Tensor  # [N] group n is the order[n]-th of the given roots
+    group: Tensor  # [E + 1] the group whose root an entry is; 0 where it is none
 
     @staticmethod
-    def of(roots: Roots, batch: Batch) -> "Grid":
-        """Lay groups out."""
-        counts = torch.bincount(roots.row, minlength=len(batch.ids))
-        order = torch.argsort(roots.row, stable=True)
-        starts = torch.cumsum(counts, 0) - counts
-        number = torch.arange(len(order), device=order.device)
-        column = torch.empty_like(order)
-        column[order] = number - starts[roots.row[order]]
-        width = max(1, int(counts.max()))
-        position = batch.ids.new_zeros((len(batch.ids), width))
-        position[roots.row, column] = roots.position
-        filled = torch.zeros_like(position, dtype=torch.bool)
-        filled[roots.row, column] = True
-        cell = torch.zeros_like(batch.ids)
-        cell[roots.row, roots.position] = column
-        return Grid(position, filled, column, cell)
+    def of(batch: Batch, roots: Roots) -> "Entries":
+        """Lay entries and groups out. The documents' sizes are read to the host."""
+        length = batch.ids.shape[1]
+        enters = (batch.documents >= 0) & (batch.positions > 0)
+        row, position = torch.nonzero(enters, as_tuple=True)
+        names = torch.stack([row, batch.documents[row, position]])
+        _, number, sizes = names.unique_consecutive(return_inverse=True, return_counts=True, dim=1)
+        wanted, order = (roots.row * length + roots.position).sort()
+        root = torch.searchsorted(row * length + position, wanted)
+        groups = torch.bincount(number[root], minlength=len(sizes))
+        place = root - (sizes.cumsum(0) - sizes)[number[root]]
+        group = torch.zeros(len(row) + 1, dtype=torch.int64, device=row.device)
+        group[root] = torch.arange(len(root), device=row.device)
+        counts = torch.stack([sizes, groups]).tolist()
+        return Entries(row, position, counts[0], counts[1], root, place, order, group)
 
+    def tokens(self, batch: Batch) -> Tensor:
+        """x[r], what slot 1 reads if an entry is its root: [E]."""
+        return batch.ids[self.row, self.position]
 
-def tokens_of_slot(batch: Batch, at: Tensor, slot: int) -> Tensor:
-    """x[r + slot - 1], what slot 1, 2, .. reads: [B, R] for roots at `at` [B, R]. Behind a row's
-    end, its last token: such slots are not valid.
-    """
-    return batch.ids.gather(1, (at + slot - 1).clamp(max=batch.ids.shape[1] - 1))
+    def states(self, states: Tensor) -> Tensor:
+        """The state before every entry, [E, D] from [B, T, D]: what slot 1 reads."""
+        return states[self.row, self.position - 1]
 
+    def positions(self, batch: Batch) -> Tensor:
+        """In the document, from 1: [E]."""
+        return batch.positions[self.row, self.position]
 
-def positions_of_slot(batch: Batch, at: Tensor, slot: int) -> Tensor:
-    """The position in its document of what slot 1, 2, .. reads: [B, R]."""
-    return batch.positions.gather(1, at) + slot - 1
+    def tokens_of_slot(self, batch: Batch, slot: int) -> Tensor:
+        """x[r + slot - 1], what slot 2, 3, .. reads: [N]. Behind a row's end, its last token: such
+        slots are not valid.
+        """
+        at = (self.position[self.root] + slot - 1).clamp(max=batch.ids.shape[1] - 1)
+        return batch.ids[self.row[self.root], at]
 
+    def states_of_slot(self, states: Tensor, slot: int) -> Tensor:
+        """The target's state before the token that slot 2, 3, .. reads: at r + slot - 2, [N, D]."""
+        at = (self.position[self.root] + slot - 2).clamp(max=states.shape[1] - 1)
+        return states[self.row[self.root], at]
 
-def states_of_slot(states: Tensor, at: Tensor, slot: int) -> Tensor:
-    """The state that slot 1, 2, .. would read if all before it were the target's: the state at
-    r + slot - 2, [B, R, D] from [B, T, D].
-    """
-    index = (at + slot - 2).clamp(0, states.shape[1] - 1)
-    return states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))
-
-
-def cells_ahead(grid: Grid, ahead: Tensor) -> Tensor:
-    """The cells of the groups at r + ahead, for ahead [B, R] >= 0: [B, R]; its own where that has
-    left the row.
-    """
-    at = grid.position + ahead
-    inside = at < grid.cell.shape[1]
-    return grid.cell.gather(1, torch.where(inside, at, grid.position))
+    def ahead(self, count: int) -> Tensor:
+        """The group whose root is `count` tokens on, [N]. One that is there wherever the slots up
+        to it are valid.
+        """
+        return self.group[(self.root + count).clamp(max=len(self.row))]
 
 
 def guessed(batch: Batch, guess: Tensor) -> Tensor:

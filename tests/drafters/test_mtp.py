@@ -17,7 +17,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from draftsmith.drafters import methods
+from draftsmith.drafters import methods, mtp_attention
 from draftsmith.drafters.coins import SeededCoins
 from draftsmith.drafters.projection import slot_logits
 from draftsmith.drafters.proposal import Plan, Verdict
@@ -150,7 +150,9 @@ def test_so_it_is_for_every_family(name):
     check_against_plain(target, mtp(target))
 
 
-def test_gradients_are_those_of_the_plain_pass():
+@pytest.mark.parametrize("held", [2, 1024], ids=["some", "all"])
+def test_gradients_are_those_of_the_plain_pass(monkeypatch, held):
+    monkeypatch.setattr(mtp_attention, "QUERIES", held)
     target, drafter = built("plain")
     batch = packed()
     states, roots = target.states(batch), all_roots(batch)
