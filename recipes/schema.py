@@ -231,7 +231,7 @@ class MtpConfig(DrafterBlock):
 
     kind: Literal["mtp"]
     draft_tokens: Annotated[int, Field(ge=1, le=16)] = 3  # K (FastMTP, 2509.18362)
-    # last_layer: the block starts as the target's last layer of full attention. random: as new.
+    # last_layer: the block starts as the target's last layer of full attention. random: as new
     start: Literal["last_layer", "random"] = "last_layer"
     # what a slot after the first learns from. teacher: the text's tokens, its own states.
     # on_policy: its own likeliest tokens, its own states. mixed: the text's tokens; states drawn
