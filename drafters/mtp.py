@@ -20,6 +20,7 @@ from draftsmith.drafters.cache import TargetCache
 from draftsmith.drafters.grow import grow
 from draftsmith.drafters.mtp_block import MtpBlock
 from draftsmith.drafters.mtp_cache import MtpState, Reader, begin
+from draftsmith.drafters.mtp_files import LAYOUTS
 from draftsmith.drafters.mtp_slots import Recursion
 from draftsmith.drafters.projection import slot_logits, top_tokens
 from draftsmith.drafters.proposal import Draw, Plan, Proposal, Verdict
@@ -178,8 +179,10 @@ class MtpModule(nn.Module):
     # --- files ---
 
     def named_weights(self) -> dict[str, Tensor]:
-        """The parameters under their names in files."""
-        return {f"mtp.{layout_name(name)}": v for name, v in self.block.named_parameters()}
+        """The block's tensors under their names in files."""
+        layout = LAYOUTS["mtp"]
+        state = self.block.state_dict()
+        return {layout.prefix + layout.theirs(name): value for name, value in state.items()}
 
     def native_tensors(self) -> dict[str, Tensor]:
         """Tensors under their names in files, on the CPU."""
@@ -208,8 +211,3 @@ class MtpModule(nn.Module):
 
     def native_extras(self, folder: Path) -> None:
         """None."""
-
-
-def layout_name(name: str) -> str:
-    """`layer.*` is `layers.0.*` in files."""
-    return name.replace("layer.", "layers.0.", 1) if name.startswith("layer.") else name

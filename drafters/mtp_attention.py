@@ -108,7 +108,7 @@ def plain(
 def causal(query: Tensor, chain: Chain, scaling: float, softcap: float | None) -> Tensor:
     """Slot 1: every document alone, [1, H, E, d]."""
     assert chain.context is not None
-    found = [query[:, :, :0]]
+    found = list[Tensor]()
     for part, pair in zip(query.split(chain.entries.sizes, 2), chain.context, strict=True):
         size = part.shape[2]
         if softcap is None and chain.reach.covers(size + 1):
@@ -127,7 +127,7 @@ def merged(query: Tensor, chain: Chain, scaling: float, softcap: float | None) -
     own = [torch.stack(part, dim=3) for part in zip(*chain.own, strict=True)]  # [1, Hkv, N, j, d]
     groups = chain.entries.groups
     parts = zip(*(one.split(groups, 2) for one in (query, *own)), strict=True)
-    found = [query[:, :, :0]]
+    found = list[Tensor]()
     for part, sees, pair in zip(parts, chain.seen(), chain.context, strict=True):
         if 0 < len(sees) <= QUERIES:
             found.append(both(part, pair, sees, scaling, softcap))

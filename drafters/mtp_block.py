@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.drafters.mtp_attention import OURS, Chain, register
+from draftsmith.drafters.mtp_files import checkpoint_folder, find, read_block
 from draftsmith.drafters.reach import layer_types, reaches
 from draftsmith.drafters.shallow import shallow_config
 from draftsmith.drafters.slots import Batch
@@ -44,7 +45,10 @@ class MtpBlock(nn.Module):
         self.norm = new_norm(target)
         self.rotate = rotary(target, self.layer_config)
         self.cache_argument = target.cache_argument
-        initialise(self, target, copied=config.start == "last_layer")
+        if config.start == "checkpoint":
+            take_over(self, target)
+        else:
+            initialise(self, target, copied=config.start == "last_layer")
 
     def forward(
         self,
@@ -94,6 +98,9 @@ def one_layer(target: Target, place: int) -> Any:
             f"drafter.kind: {target.name} has no attention layer that an mtp block could be made "
             "of; take another kind"
         )
+    first = config.to_dict().get("first_k_dense_replace")  # DeepSeek: layers from here on are MoE
+    if first is not None and place >= first:
+        config.first_k_dense_replace = 0
     register()
     config._attn_implementation = OURS
     return config
@@ -138,6 +145,15 @@ def initialise(block: MtpBlock, target: Target, *, copied: bool) -> None:
     state = torch.diag(undone * wanted / sizes(read).median())
     halves = [torch.zeros_like(state), state]
     block.fc.weight.copy_(torch.cat(halves[::-1] if block.hidden_first else halves, dim=1))
+
+
+@torch.no_grad()
+def take_over(block: MtpBlock, target: Target) -> None:
+    """The MTP layer that lies in the target's own files. Raises UserError."""
+    found = find(checkpoint_folder(target.model.config.name_or_path), target.layers)
+    expected = block.state_dict()
+    for name, value in read_block(found, expected, hidden_first=block.hidden_first).items():
+        expected[name].copy_(value)
 
 
 def usual_states(target: Target, place: int) -> tuple[Tensor, Tensor]:

@@ -231,8 +231,9 @@ class MtpConfig(DrafterBlock):
 
     kind: Literal["mtp"]
     draft_tokens: Annotated[int, Field(ge=1, le=16)] = 3  # K (FastMTP, 2509.18362)
-    # last_layer: the block starts as the target's last layer of full attention. random: as new
-    start: Literal["last_layer", "random"] = "last_layer"
+    # last_layer: the block starts as the target's last layer of full attention. random: as new.
+    # checkpoint: as the MTP layer that comes with the target's weights (healing, 2604.12374)
+    start: Literal["last_layer", "random", "checkpoint"] = "last_layer"
     # what a slot after the first learns from. teacher: the text's tokens, its own states.
     # on_policy: its own likeliest tokens, its own states. mixed: the text's tokens; states drawn
     # evenly from the target's and those of all earlier slots (Megatron's hidden-state mixing).
