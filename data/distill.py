@@ -60,14 +60,14 @@ def answer_all(
 ) -> tuple[int, float]:
     """Answer prepared requests into `folder`, resuming what is there.
 
-    Returns the rows that this call made and its tokens per second. `title` names the progress bar.
+    Returns the rows that this call made and its tokens per second. `title` names the bar.
     """
     agree_on_manifest(folder, manifest(target, requests, config, seed))
     by_key = {prompt.key: prompt for prompt in prompts}
-    started, made, tokens = time.perf_counter(), 0, 0
-    bar = Bar(len(requests), name=title, unit="prompts")
-    with RowFile(folder / ROWS) as file, bar:
+    started, made, tokens, finished = time.perf_counter(), 0, 0, 0
+    with RowFile(folder / ROWS) as file, Bar(title, len(requests), "prompts") as bar:
         for batch in plan(requests, config.distil.batch_size):
+            finished += len(batch)
             missing = {request.key for request in batch} - file.keys
             if not missing:
                 bar.skip(len(batch))
@@ -84,7 +84,8 @@ def answer_all(
             made += len(missing)
             fresh = sum(len(reply.ids) for reply in answers)
             tokens += fresh
-            bar.finish_batch(len(batch), fresh)
+            bar.count_tokens(fresh)
+            bar.reach(finished)
     return made, tokens / (time.perf_counter() - started)
 
 
@@ -167,8 +168,9 @@ def answer_within_memory(
     target: Target, batch: Sequence[Request], config: DistilConfig, bar: Bar
 ) -> list[Answer]:
     """Answer a batch; UserError when the device's memory does not hold it."""
+    before = bar.done
     try:
-        return answer(target, batch, config.max_new_tokens, bar.within_batch)
+        return answer(target, batch, config.max_new_tokens, lambda part: bar.reach(before + part))
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"{target.name}: {config.batch_size} answers at once do not fit the memory of "

@@ -79,7 +79,7 @@ class FeatureCache:
         try:
             text = json.dumps(self.manifest(), indent=2, sort_keys=True)
             write_text(self.folder / MANIFEST, text + "\n")
-            with Bar(count, name="features", unit="rows", shown=shown) as bar:
+            with Bar("features", count, "rows", quiet=not shown) as bar:
                 for shard in shards:
                     self.fill_shard(shard, bar)
         except (OSError, SafetensorError) as error:
@@ -93,7 +93,8 @@ class FeatureCache:
         tensors: dict[str, Tensor] = {}
         for row in self.rows_of(shard):
             tensors |= self.compute(row)
-            bar.finish_batch(1, self.rows.length(row))
+            bar.count_tokens(self.rows.length(row))
+            bar.advance()
         path = self.path(shard)
         partial = path.with_name(f".{path.name}.partial")  # the next try overwrites it
         save_file(tensors, partial)

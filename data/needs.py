@@ -1,9 +1,11 @@
 """What a drafter needs to train: its parameters, and the bytes of a step."""
 
+from draftsmith.data.memory import BYTES, FROZEN, FULL, LIBRARIES, PROGRAM, WIDEST
 from draftsmith.drafters.draft_model import called
 from draftsmith.drafters.shallow import spread
 from draftsmith.drafters.target import TargetShape, describe
 from draftsmith.recipes.schema import (
+    DFlashConfig,
     DrafterConfig,
     DraftModelConfig,
     MedusaConfig,
@@ -12,9 +14,8 @@ from draftsmith.recipes.schema import (
     TargetConfig,
 )
 
-BYTES = {"bfloat16": 2, "float32": 4}
-FULL = 4  # bytes of an fp32 number: what is trained, its gradient and its two moments
-FROZEN, TRAINED = "frozen weights", "trained weights, gradients, optimizer"
+TRAINED = "trained weights, gradients, optimizer"
+LOGITS, STATES = "one chunk of logits", "slot states and their gradients"
 
 
 def trained_parameters(config: DrafterConfig, shape: TargetShape) -> int:
@@ -28,6 +29,9 @@ def trained_parameters(config: DrafterConfig, shape: TargetShape) -> int:
         case MtpConfig():
             size = shape.hidden_size
             return max(shape.layer_parameters) + 2 * size * size + 3 * size
+        case DFlashConfig():
+            size, taps = shape.hidden_size, len(config.taps) or config.layers
+            return taps * size**2 + 2 * size + config.layers * shape.geometry.layer_parameters
         case DraftModelConfig(models=()):
             layers = [shape.layer_parameters[i] for i in spread(shape.layers, config.layers)]
             embedding = shape.embedding_parameters
@@ -51,17 +55,22 @@ def ready_parameters(config: DrafterConfig) -> int:
 
 
 def estimate_memory(recipe: Recipe, shape: TargetShape, trained: int) -> dict[str, int]:
-    """Bytes of one training step, by part; of a walk over held-out answers where none is taken."""
-    train = recipe.train
-    width = BYTES[recipe.target.dtype]
-    positions = train.rows_per_micro_batch * recipe.data.max_length
+    """Bytes of one training step, by part, every position supervised; of a walk over held-out
+    answers where no step is taken.
+
+    A sum is what is held at most: measured peaks are 0.65 to 1 of it (a test compares them).
+    """
+    drafter, width = recipe.drafter, BYTES[recipe.target.dtype]
+    positions = recipe.train.rows_per_micro_batch * recipe.data.max_length
+    rows = (reduced_rows(drafter) or 0) * shape.hidden_size
     return {
-        FROZEN: (shape.parameters + ready_parameters(recipe.drafter)) * width,
-        TRAINED: trained * 4 * FULL,
-        **step_memory(recipe.drafter, recipe, shape, positions),
-        # A layer's widest moment (an MLP of four times the width), the mask between documents.
+        LIBRARIES: PROGRAM,
+        FROZEN: (shape.parameters + rows + ready_parameters(drafter)) * width,
+        # Weights, gradients and two moments; what projects has its gradient twice more, added up.
+        TRAINED: (4 * trained + 2 * projecting(drafter, shape)) * FULL,
+        **step_memory(drafter, recipe, shape, positions),
         "target's activations": positions
-        * (16 * shape.hidden_size + recipe.data.max_length)
+        * (WIDEST * shape.hidden_size + recipe.data.max_length)
         * width,
     }
 
@@ -70,35 +79,81 @@ def step_memory(
     config: DrafterConfig, recipe: Recipe, shape: TargetShape, positions: int
 ) -> dict[str, int]:
     """Bytes that the drafter's part of a step takes, by part."""
-    # Cross-entropy works in one buffer; the divergences hold the teacher and their temporaries too.
-    buffers = 2 if recipe.objective.loss == "ce" else 5
+    # The states and their gradient, before and after it is scaled; half-precision temporaries.
+    states = 4 * positions * shape.hidden_size * FULL
     match config:
         case MedusaConfig():
-            rows = config.draft_vocab or shape.vocab_size
-            logits = recipe.train.chunk * config.heads * rows
-            states = positions * config.heads * shape.hidden_size
+            inner = config.rank if config.projection == "low_rank" else 0
+            states += 4 * positions * inner * FULL
+            return {LOGITS: chunk_memory(recipe, shape), STATES: config.heads * states}
+        case DFlashConfig():
+            wide = shape.geometry
+            roots = min(config.anchors_per_row, recipe.data.max_length)
+            blocks = recipe.train.rows_per_micro_batch * roots * config.block_size
+            # What a layer keeps for its gradient: about ten states and four of its MLP's moments.
+            kept = config.layers * (10 * wide.hidden + 4 * wide.intermediate)
+            taps = len(config.taps) or config.layers
+            context = (taps + 2) * wide.hidden + 4 * config.layers * wide.kv_heads * wide.head_dim
             return {
-                "one chunk of logits": buffers * logits * FULL,
-                "slot states and their gradients": 4 * states * FULL,
+                LOGITS: chunk_memory(recipe, shape),
+                STATES: 4 * blocks * wide.hidden * FULL,
+                "activations of the blocks": blocks * kept * FULL,
+                "the context's keys and values": positions * context * FULL,
             }
         case MtpConfig():
-            rows = config.draft_vocab or shape.vocab_size
-            # What a layer keeps for its gradient: about as much as 20 states. Attention masks.
-            kept = config.draft_tokens * (20 * shape.hidden_size + recipe.data.max_length // 4)
+            # What a layer keeps of every slot: about ten states and four of its MLP's moments.
+            kept = 10 * shape.hidden_size + 4 * shape.geometry.intermediate
             return {
-                "one chunk of logits": buffers
-                * recipe.train.chunk
-                * config.draft_tokens
-                * rows
-                * FULL,
-                "mtp block's activations": positions * kept * FULL,
+                LOGITS: chunk_memory(recipe, shape),
+                STATES: config.draft_tokens * states,
+                "activations of the slots": positions * config.draft_tokens * kept * FULL,
+                "attention's scores": scores_memory(config, recipe, shape),
             }
         case DraftModelConfig(models=()):
-            rows = config.draft_vocab or shape.vocab_size
             # What a layer keeps for its gradient: about as much as 20 states.
             kept = config.layers * (20 * shape.hidden_size + recipe.data.max_length)
             return {
-                "one chunk of logits": buffers * recipe.train.chunk * rows * FULL,
+                LOGITS: chunk_memory(recipe, shape),
+                STATES: states,
                 "draft model's activations": positions * kept * FULL,
             }
     return {}
+
+
+def scores_memory(config: MtpConfig, recipe: Recipe, shape: TargetShape) -> int:
+    """Bytes of the scores and laws that slots after the first keep, a row being one document."""
+    length, rows = recipe.data.max_length, recipe.train.rows_per_micro_batch
+    return (config.draft_tokens - 1) * 2 * rows * shape.geometry.heads * length**2 * FULL
+
+
+def reduced_rows(config: DrafterConfig) -> int | None:
+    """Rows of the head that drafts may use; None: all."""
+    return getattr(config, "draft_vocab", None)
+
+
+def projecting(config: DrafterConfig, shape: TargetShape) -> int:
+    """Trained parameters that project slot states to the vocabulary."""
+    rows = reduced_rows(config) or shape.vocab_size
+    match config:
+        case MedusaConfig():
+            columns = {"shared": 0, "low_rank": config.rank, "own": shape.hidden_size}
+            return config.heads * rows * columns[config.projection]
+        case DraftModelConfig(models=(), embedding="own"):
+            return rows * shape.hidden_size
+    return 0
+
+
+def chunk_memory(recipe: Recipe, shape: TargetShape) -> int:
+    """Bytes that the chunked projection holds at once: it takes one slot after the other."""
+    loss, slots, chunk = recipe.objective, recipe.drafter.trained_slots, recipe.train.chunk
+    width = BYTES[recipe.target.dtype]
+    reduced = reduced_rows(recipe.drafter)
+    rows = reduced or shape.vocab_size
+    # Logits in the target's precision, in fp32, their gradient, and the teacher's law for a slot.
+    slot = chunk * rows * (width + 3 * FULL)
+    # A loss that weighs a slot by the others keeps the gradients of all.
+    kept = chunk * rows * width * slots if {loss.loss, loss.weights} & {"e2e_tv", "dpace"} else 0
+    # The teacher's logits and law; kl and lk temper them too. Groups share positions. Every loss
+    # has them in the steps that are logged.
+    copies = 4 if reduced is None and loss.loss in ("kl", "lk") else 2
+    return slot + kept + (chunk + slots) * shape.vocab_size * copies * FULL

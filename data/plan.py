@@ -3,20 +3,30 @@
 import importlib.util
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
 
 import psutil
 import torch
 
-from draftsmith.data.needs import BYTES, FROZEN, FULL, TRAINED, estimate_memory, trained_parameters
-from draftsmith.data.prompts import load_prompts
+from draftsmith.data.counts import (
+    count_evaluated,
+    estimate_lengths,
+    estimate_steps,
+    estimate_tokens,
+    find_overlap,
+    prompts_here,
+    written_length,
+)
+from draftsmith.data.memory import BYTES, FROZEN, FULL, answering_memory
+from draftsmith.data.needs import TRAINED, estimate_memory, trained_parameters
+from draftsmith.drafters.dflash import spread_taps
 from draftsmith.drafters.target import TargetShape, describe, pick_device
 from draftsmith.recipes.entry import run_folder
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files import user_path
 from draftsmith.recipes.schema import (
+    DFlashConfig,
     DistilConfig,
     DrafterConfig,
     DraftModelConfig,
@@ -27,8 +37,6 @@ from draftsmith.recipes.schema import (
 )
 
 ROW_BYTES = 14  # of a row's file per token: its id and its text
-CHARACTERS = 3.5  # per token of a prompt: a cautious guess, no tokenizer is asked
-TEMPLATE_TOKENS = 40  # what a chat template adds to a prompt
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,8 @@ class Plan:
     eval_prompts: int | None
     tokens: int | None
     steps: int | None
-    memory: dict[str, int]  # of a training step, by part
+    training: dict[str, int]  # memory of a training step, by part
+    answering: dict[str, int]  # memory of a batch of answers
     memory_total: int  # of the device
     disk: dict[str, int]
     disk_free: int
@@ -57,24 +66,27 @@ def make_plan(recipe: Recipe) -> Plan:
     check_trackers(recipe)
     shape = describe(recipe.target)
     check_target(recipe, shape)
-    given, characters = count_prompts(recipe)
-    prompts = None if given is None else given + recipe.data.self_written.count
-    eval_prompts = count_eval_prompts(recipe)
-    check_held_out(recipe, prompts)
-    tokens = None if given is None else estimate_tokens(recipe, given, characters)
+    evaluated = prompts_here(recipe, "test")
+    asked = prompts_here(recipe, "train", evaluated)
+    lengths = None if asked is None else estimate_lengths(recipe, asked)
+    check_held_out(recipe, lengths)
+    tokens = None if lengths is None else estimate_tokens(recipe, lengths)
+    steps = estimate_steps(recipe, tokens)
     trained = trained_parameters(recipe.drafter, shape)
+    longest = recipe.data.max_prompt_tokens if lengths is None else max(lengths)
     plan = Plan(
         trained=trained,
         frozen=shape.parameters,
-        prompts=prompts,
-        eval_prompts=eval_prompts,
+        prompts=None if lengths is None else len(lengths),
+        eval_prompts=count_evaluated(recipe, evaluated),
         tokens=tokens,
-        steps=estimate_steps(recipe, tokens),
-        memory=estimate_memory(recipe, shape, trained),
+        steps=steps,
+        training=estimate_memory(recipe, shape, trained),
+        answering=answering_memory(recipe, shape, longest),
         memory_total=device_memory(recipe),
         disk=estimate_disk(recipe, shape, trained, tokens or 0),
         disk_free=free_disk(run_folder(recipe)),
-        notes=find_notes(recipe, estimate_steps(recipe, tokens)),
+        notes=(*find_notes(recipe, steps), *find_overlap(asked)),
     )
     check_room(plan)
     return plan
@@ -156,6 +168,7 @@ def check_drafter(drafter: DrafterConfig, shape: TargetShape, name: str) -> None
             MedusaConfig(draft_vocab=int(rows))
             | MtpConfig(draft_vocab=int(rows))
             | DraftModelConfig(draft_vocab=int(rows))
+            | DFlashConfig(draft_vocab=int(rows))
         ) if rows > shape.vocab_size:
             raise UserError(
                 f"drafter.draft_vocab: {rows} is more than the {shape.vocab_size} "
@@ -171,6 +184,8 @@ def check_drafter(drafter: DrafterConfig, shape: TargetShape, name: str) -> None
                 f"drafter.kind: {name} has no stack of layers that an mtp block could be made of; "
                 "take another kind"
             )
+        case DFlashConfig():
+            check_block_drafter(drafter, shape, name)
         case DraftModelConfig(models=()) if not shape.layer_parameters:
             raise UserError(
                 f"drafter.models: {name} has no stack of layers that a shallow copy could be made "
@@ -180,6 +195,26 @@ def check_drafter(drafter: DrafterConfig, shape: TargetShape, name: str) -> None
             raise UserError(
                 f"drafter.layers: {layers} is more than the {shape.layers} of {name}; give fewer"
             )
+
+
+def check_block_drafter(config: DFlashConfig, shape: TargetShape, name: str) -> None:
+    """Taps, layers and the mask token."""
+    taps = config.taps or spread_taps(shape.layers, config.layers)
+    if taps[-1] > shape.layers - 2:
+        raise UserError(
+            f"drafter.taps: {taps[-1]} is no layer that can be tapped of the {shape.layers} of "
+            f"{name}; allowed: 0 to {shape.layers - 2} (the last is what the head reads)"
+        )
+    if config.start == "target" and config.layers > shape.layers:
+        raise UserError(
+            f"drafter.layers: {config.layers} is more than the {shape.layers} of {name}; give "
+            "fewer, or start: random"
+        )
+    if config.mask_token_id is not None and config.mask_token_id >= shape.vocab_size:
+        raise UserError(
+            f"drafter.mask_token_id: {config.mask_token_id} is no row of {name}, which has "
+            f"{shape.vocab_size}"
+        )
 
 
 def find_notes(recipe: Recipe, steps: int | None) -> tuple[str, ...]:
@@ -210,62 +245,13 @@ def find_notes(recipe: Recipe, steps: int | None) -> tuple[str, ...]:
     return tuple(found)
 
 
-def is_here(source: str) -> bool:
-    """Whether prompts can be read without a network."""
-    return source == "starter" or source.startswith((".", "/", "~")) or user_path(source).exists()
-
-
-def count_prompts(recipe: Recipe) -> tuple[int | None, int]:
-    """Training prompts but the self-written, and their characters; None where on the Hub."""
-    if not is_here(recipe.data.prompts) and not recipe.data.prompts.endswith(".jsonl"):
-        return None, 0
-    prompts = load_prompts(recipe.data, split="train", seed=recipe.seed).prompts
-    texts = [str(message["content"]) for prompt in prompts for message in prompt.messages]
-    return len(prompts), sum(map(len, texts))
-
-
-def count_eval_prompts(recipe: Recipe) -> int | None:
-    """Evaluation prompts that the report will use; None where they are on the Hub."""
-    source = recipe.data.eval_prompts
-    if not is_here(source) and not source.endswith(".jsonl"):
-        return None
-    found = len(load_prompts(recipe.data, split="test", seed=recipe.seed).prompts)
-    return min(found, recipe.eval.prompts or found)
-
-
-def check_held_out(recipe: Recipe, prompts: int | None) -> None:
+def check_held_out(recipe: Recipe, prompts: Sequence[object] | None) -> None:
     """Something must be left to train on."""
-    if prompts is not None and prompts <= recipe.data.held_out:
+    if prompts is not None and len(prompts) <= recipe.data.held_out:
         raise UserError(
             f"data.held_out: {recipe.data.held_out} documents are kept away from training and "
-            f"there are only {prompts} prompts; lower it, or give more prompts"
+            f"there are only {len(prompts)} prompts; lower it, or give more prompts"
         )
-
-
-def estimate_tokens(recipe: Recipe, given: int, characters: int) -> int:
-    """Tokens of prompts and answers; every answer and self-written prompt as long as it may be."""
-    data = recipe.data
-    asked = min(characters / CHARACTERS + TEMPLATE_TOKENS * given, data.max_prompt_tokens * given)
-    answered = data.distil.max_new_tokens * (given + data.self_written.count)
-    return round(asked + written_tokens(recipe) + answered)
-
-
-def written_tokens(recipe: Recipe) -> int:
-    """Tokens of the self-written prompts in their template, every one kept and full."""
-    written = recipe.data.self_written
-    longest = min(written.max_new_tokens + TEMPLATE_TOKENS, recipe.data.max_prompt_tokens)
-    return written.count * longest
-
-
-def estimate_steps(recipe: Recipe, tokens: int | None) -> int | None:
-    """Optimizer steps, every packed row full."""
-    train = recipe.train
-    if not recipe.drafter.trained_slots:
-        return 0
-    if tokens is None:
-        return train.max_steps
-    per_epoch = ceil(ceil(tokens / recipe.data.max_length) / train.rows_per_step)
-    return min(train.epochs * per_epoch, train.max_steps or train.epochs * per_epoch)
 
 
 def device_memory(recipe: Recipe) -> int:
@@ -279,7 +265,7 @@ def device_memory(recipe: Recipe) -> int:
 def estimate_disk(recipe: Recipe, shape: TargetShape, trained: int, tokens: int) -> dict[str, int]:
     """Bytes that the run will write, by part."""
     kept = recipe.train.keep_checkpoints + 1  # a new one is whole before an old one goes
-    turns = written_tokens(recipe) * ROW_BYTES
+    turns = recipe.data.self_written.count * written_length(recipe) * ROW_BYTES
     features = {"features": estimate_features(recipe, shape, tokens)}
     return {
         **({"self-written turns": turns} if turns else {}),
@@ -295,7 +281,13 @@ def estimate_features(recipe: Recipe, shape: TargetShape, tokens: int) -> int:
     """Bytes of the feature cache that are not written yet."""
     shards = (run_folder(recipe) / "features").glob("shard-*")
     there = sum(shard.stat().st_size for shard in shards)
-    return max(0, tokens * shape.hidden_size * BYTES[recipe.target.dtype] - there)
+    width = shape.hidden_size * (1 + tapped_layers(recipe.drafter))
+    return max(0, tokens * width * BYTES[recipe.target.dtype] - there)
+
+
+def tapped_layers(drafter: DrafterConfig) -> int:
+    """Target layers that a drafter reads beside the final states."""
+    return len(drafter.taps) or drafter.layers if isinstance(drafter, DFlashConfig) else 0
 
 
 def free_disk(folder: Path) -> int:
@@ -321,11 +313,11 @@ def check_room(plan: Plan) -> None:
             "free; free some, give another folder (runs=FOLDER), or lower train.keep_checkpoints"
             + cache
         )
-    certain = plan.memory[FROZEN] + plan.memory[TRAINED]
+    certain = plan.training[FROZEN] + plan.training[TRAINED]
     if certain > plan.memory_total:
         raise UserError(
-            f"the weights alone need {size(certain)} of memory and the device has "
-            f"{size(plan.memory_total)}; take a smaller target, or drafter.projection: shared"
+            f"weights, gradients and optimizer need {size(certain)} of memory and the device has "
+            f"{size(plan.memory_total)}; take a smaller target, or a smaller drafter"
         )
 
 
@@ -342,11 +334,22 @@ def number(count: int | None) -> str:
     return "not known before the prompts are loaded" if count is None else f"{count:,}"
 
 
+def peak(plan: Plan, memory: dict[str, int], when: str, knob: str) -> str:
+    """How much memory is needed, and what to lower where that is too much."""
+    needed, total = sum(memory.values()), plan.memory_total
+    tight = f" (may not fit: lower {knob})" if needed > total else ""
+    return f"about {size(needed)} of {size(total)} {when}{tight}"
+
+
+def parts(sizes: dict[str, int]) -> list[tuple[str, str]]:
+    """Lines of a sum."""
+    return [("", f"{size(count):>10}  {part}") for part, count in sizes.items()]
+
+
 def render(plan: Plan, recipe: Recipe) -> str:
     """The plan as text."""
     step = "a training step" if recipe.drafter.trained_slots else "use"
-    needed, whole = sum(plan.memory.values()), sum(plan.disk.values())
-    tight = " (may not fit: lower train.rows_per_micro_batch)" if needed > plan.memory_total else ""
+    whole = sum(plan.disk.values())
     count = recipe.data.self_written.count
     written = f" (up to {count:,} self-written)" if count else ""
     at_most = "" if plan.tokens is None else "at most "
@@ -361,10 +364,12 @@ def render(plan: Plan, recipe: Recipe) -> str:
         ),
         ("tokens", at_most + number(plan.tokens)),
         ("steps", at_most + number(plan.steps)),
-        ("memory", f"about {size(needed)} of {size(plan.memory_total)} in {step}{tight}"),
-        *(("", f"{size(count):>10}  {part}") for part, count in plan.memory.items()),
+        ("memory", peak(plan, plan.answering, "for a batch of answers", "data.distil.batch_size")),
+        *parts(plan.answering),
+        ("", peak(plan, plan.training, f"for {step}", "train.rows_per_micro_batch")),
+        *parts(plan.training),
         ("disk", f"about {size(whole)}, {size(plan.disk_free)} are free"),
-        *(("", f"{size(count):>10}  {part}") for part, count in plan.disk.items()),
+        *parts(plan.disk),
         *(("note", note) for note in plan.notes),
     ]
     return "\n".join(f"{name:9}{text}" for name, text in lines)

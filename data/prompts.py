@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +22,10 @@ Split = Literal["train", "test"]
 # Where the row stands (for messages to the user), and its fields.
 Row = tuple[str, Mapping[str, Any]]
 
+_OUTER = re.compile(r"^\W+|\W+$")
 FIELDS = ("messages", "conversations", "prompt", "turns")  # what holds the conversation
 KEY_FIELDS = ("key", "id", "question_id")
+EVALUATED = "copy of an evaluation prompt"  # why a training prompt is dropped
 KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # of a message, beside its text
 ROLES = {
     "system": "system",
@@ -61,14 +64,19 @@ class Unusable(ValueError):
     """A row that holds no prompt; the message is the reason it is counted under."""
 
 
-def load_prompts(config: DataConfig, *, split: Split, seed: int) -> PromptSet:
-    """The recipe's prompts for training or for evaluation; UserError when none is left."""
+def load_prompts(
+    config: DataConfig, *, split: Split, seed: int, evaluated: Sequence[Prompt] = ()
+) -> PromptSet:
+    """The recipe's prompts for training or for evaluation; UserError when none is left.
+
+    Those that ask what one of `evaluated` asks are dropped.
+    """
     train = split == "train"
     source = config.prompts if train else config.eval_prompts
     rows = _rows_of(source, split=split, part=config.split if train else config.eval_split)
     if train and config.grow:
         rows = chain(rows, _numbered("grown", starter.grow(config.grow, seed)))
-    found = collect(rows)
+    found = collect(rows, evaluated)
     if not found.prompts:
         raise UserError(f"{source}: no prompt is left. Dropped: {listed(found.dropped)}")
     if train and config.limit is not None:
@@ -91,8 +99,9 @@ def repeat(prompts: Sequence[Prompt], answers: int) -> list[Prompt]:
     return [*prompts, *copies]
 
 
-def collect(rows: Iterable[Row]) -> PromptSet:
-    """Rows of any accepted form as prompts; repeated ones are dropped."""
+def collect(rows: Iterable[Row], evaluated: Sequence[Prompt] = ()) -> PromptSet:
+    """Rows of any accepted form as prompts; repeated ones and copies of `evaluated` are dropped."""
+    forbidden = {question(prompt.messages) for prompt in evaluated}
     prompts: list[Prompt] = []
     dropped: Counter[str] = Counter()
     keys: set[str] = set()
@@ -108,6 +117,8 @@ def collect(rows: Iterable[Row]) -> PromptSet:
             dropped["duplicate"] += 1
         elif prompt.key in keys:
             dropped["id of another prompt"] += 1
+        elif question(prompt.messages) in forbidden:
+            dropped[EVALUATED] += 1
         else:
             prompts.append(prompt)
             keys.add(prompt.key)
@@ -138,6 +149,18 @@ def content_key(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
     said = [list(messages), list(tools)] if tools else list(messages)
     text = json.dumps(said, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def question(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
+    """What is asked, to be compared: who says what, normalised, but for the system."""
+    said = [turn for turn in messages if turn["role"] != "system"]
+    return tuple((turn["role"], normalised(turn["content"])) for turn in said)
+
+
+def normalised(text: str) -> str:
+    """The text in one of Unicode's spellings, without case, spacing and outer punctuation."""
+    folded = unicodedata.normalize("NFKC", text).casefold()
+    return _OUTER.sub("", " ".join(unicodedata.normalize("NFKC", folded).split()))
 
 
 def _rows_of(source: str, *, split: Split, part: str) -> Iterator[Row]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.distill import answer_all, check_room, make_request
-from draftsmith.data.prompts import Prompt, PromptSet, Unusable
+from draftsmith.data.prompts import EVALUATED, Prompt, PromptSet, Unusable, normalised
 from draftsmith.data.render import encode, render_text
 from draftsmith.data.rows import Row, read_rows
 from draftsmith.drafters.target import Target
@@ -28,7 +28,6 @@ SHARED_WORDS = 8  # that many in a row make a copy of an evaluation prompt
 
 _CJK = "\u3041-\u30ff\u3400-\u9fff"  # kana and Chinese characters: a word each, none has spaces
 _WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
-_ENDS = re.compile(r"^\W+|\W+$")
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ class Sieve:
         """Raises Unusable for what is known, or held out for evaluation."""
         plain = normalised(text)
         if plain in self.held_out or self.held_out_runs & runs_of_words(text):
-            raise Unusable("copy of an evaluation prompt")
+            raise Unusable(EVALUATED)
         if plain in self.known:
             raise Unusable("duplicate")
         if key in self.keys:
@@ -166,11 +165,6 @@ def user_texts(prompts: Iterable[Prompt]) -> list[str]:
         for message in prompt.messages
         if message["role"] == "user"
     ]
-
-
-def normalised(text: str) -> str:
-    """The text without case, spacing, and punctuation at its ends."""
-    return _ENDS.sub("", " ".join(text.casefold().split()))
 
 
 def runs_of_words(text: str) -> set[tuple[str, ...]]:

@@ -21,12 +21,13 @@ def prepare(recipe: Recipe, run: Path) -> None:
     Prompts that the target writes itself join them, by way of `run/self_written`.
     Raises UserError when no row is left to train on.
     """
-    prompts = load_prompts(recipe.data, split="train", seed=recipe.seed)
+    evaluated = load_prompts(recipe.data, split="test", seed=recipe.seed).prompts
+    prompts = load_prompts(recipe.data, split="train", seed=recipe.seed, evaluated=evaluated)
     tell_dropped("prompts", prompts.dropped)
     target = Target.load(recipe.target)
     asked = prompts.prompts
     if recipe.data.self_written.count:
-        asked = asked + self_written(target, recipe, asked, run / "self_written")
+        asked = asked + self_written(target, recipe, asked, evaluated, run / "self_written")
     summary = distil(target, asked, recipe.data, run / "rows", seed=recipe.seed)
     tell_dropped("prompts", summary.dropped)
     speed = f", {summary.tokens_per_second:,.0f} tokens/s" if summary.made else ""
@@ -40,14 +41,17 @@ def prepare(recipe: Recipe, run: Path) -> None:
 
 
 def self_written(
-    target: Target, recipe: Recipe, training: list[Prompt], folder: Path
+    target: Target,
+    recipe: Recipe,
+    training: list[Prompt],
+    evaluated: list[Prompt],
+    folder: Path,
 ) -> list[Prompt]:
     """Let the target write prompts, show a few, and say why others were dropped."""
     check_template(target.tokenizer, recipe.data.thinking, name=target.name)
     opening = find_opening(target, recipe.data.thinking)
-    evaluation = load_prompts(recipe.data, split="test", seed=recipe.seed).prompts
     turns = write_turns(target, opening, recipe.data, folder, seed=recipe.seed)
-    found = Sieve(target.tokenizer, opening.end, training, evaluation).sift(turns)
+    found = Sieve(target.tokenizer, opening.end, training, evaluated).sift(turns)
     print(f"{len(turns):,} self-written turns sampled, {len(found.prompts):,} kept as prompts")
     tell_dropped("turns", found.dropped)
     for prompt in found.prompts[:SAMPLES]:

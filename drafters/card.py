@@ -26,6 +26,9 @@ draftsmith eval PATH_TO_THIS_FOLDER
 Limits: {limits}
 """
 LIMITS = {
+    "dflash": "it is fitted to this target's states and chat template; acceptance falls on text "
+    "unlike its\ntraining data. vLLM, SGLang, TensorRT-LLM and z-lab's code read this layout; they "
+    "draft from the\nwhole vocabulary.",
     "draft_model": "it knows this target's vocabulary. A distilled one is fitted to its answers "
     "and chat\ntemplate; its folder is a plain Hugging Face model, which `assistant_model` of "
     "transformers'\n`generate` and servers with a draft model read. They draft from the whole "

@@ -202,7 +202,7 @@ def check_target(meta: dict[str, Any], target: Target, folder: Path) -> None:
     unlike = [
         f"{key} {trained.get(key)} / {now[key]}"
         for key in ("model", "revision", "origin", "content")
-        if trained.get(key) != now[key]
+        if trained.get(key) != now[key] != "none"  # a model in memory does not say it all
     ]
     if unlike:
         log.warning(

@@ -6,6 +6,7 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
 
+from draftsmith.drafters.dflash import DFlash
 from draftsmith.drafters.draft_model import DraftModel
 from draftsmith.drafters.lookup import PromptLookup
 from draftsmith.drafters.medusa import MedusaHeads
@@ -15,6 +16,7 @@ from draftsmith.drafters.proposal import Draw, Plan, Proposal, Verdict
 from draftsmith.drafters.slots import Batch, Head, Roots, SlotStates, TargetStates
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.schema import (
+    DFlashConfig,
     DrafterConfig,
     DraftModelConfig,
     MedusaConfig,
@@ -126,6 +128,7 @@ class Untrained(Drafter, Protocol):
 
 
 METHODS: dict[str, type[Drafter]] = {
+    "dflash": DFlash,
     "draft_model": DraftModel,
     "medusa": MedusaHeads,
     "mtp": MtpModule,
@@ -133,6 +136,7 @@ METHODS: dict[str, type[Drafter]] = {
     "prompt_lookup": PromptLookup,
 }
 CONFIGS: dict[str, type[DrafterConfig]] = {
+    "dflash": DFlashConfig,
     "draft_model": DraftModelConfig,
     "medusa": MedusaConfig,
     "mtp": MtpConfig,

@@ -71,10 +71,11 @@ def top_tokens(
 ) -> Tensor:
     """The `count` likeliest tokens of every slot, best first, as target ids: [N, K, count].
 
-    With count 1 a tie goes to the lowest id, as in greedy decoding.
+    `chunk` slots are projected at once. With count 1 a tie goes to the lowest id, as in greedy
+    decoding.
     """
     found = [hidden.new_empty((0, hidden.shape[1], count), dtype=torch.int64)]
-    for part in torch.split(hidden, chunk):
+    for part in torch.split(hidden, max(1, chunk // hidden.shape[1])):
         logits = slot_logits(part, head, adjust)
         best = logits.argmax(-1, keepdim=True) if count == 1 else logits.topk(count).indices
         found.append(best if head.ids is None else head.ids[best])

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from draftsmith.drafters.builtin import BUILTINS, builtin_config, builtin_folder
 from draftsmith.drafters.cache import Mark, TargetCache
 from draftsmith.drafters.content import folder_content
+from draftsmith.drafters.geometry import Geometry, geometry_of
 from draftsmith.drafters.layout import Nodes, chain_nodes
 from draftsmith.drafters.reach import layer_types, mask_refusal, masks, reaches
 from draftsmith.drafters.slots import Batch, TargetStates
@@ -41,10 +42,12 @@ class TargetShape:
     hidden_size: int
     layers: int
     max_positions: int
+    cached_numbers: int  # keys and values of one position, in all layers
     parameters: int
     layer_parameters: tuple[int, ...]  # of every decoder layer; empty where they are no stack
     embedding_parameters: int  # and of the head, where it is not tied to the embedding
     template: str | None
+    geometry: Geometry  # of its layers
 
 
 class Target:
@@ -527,6 +530,9 @@ def shape_of(config: Any, template: Any, *, trust_remote_code: bool = False) -> 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
+    values = text.to_dict()
+    heads = values.get("num_key_value_heads") or text.num_attention_heads
+    size = values.get("head_dim") or text.hidden_size // text.num_attention_heads
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     stack = layer_stack(model.get_decoder(), text.num_hidden_layers) or nn.ModuleList()
     tied = bool(text.tie_word_embeddings)
@@ -535,8 +541,10 @@ def shape_of(config: Any, template: Any, *, trust_remote_code: bool = False) -> 
         hidden_size=head.shape[1],
         layers=text.num_hidden_layers,
         max_positions=text.max_position_embeddings,
+        cached_numbers=2 * text.num_hidden_layers * heads * size,
         parameters=sum(p.numel() for p in model.parameters()),
         layer_parameters=tuple(sum(p.numel() for p in layer.parameters()) for layer in stack),
         embedding_parameters=embedding.numel() + (0 if tied else head.numel()),
         template=template if template is None or isinstance(template, str) else str(template),
+        geometry=geometry_of(text),
     )

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import GenerationConfig
 
+from draftsmith.data.bar import Bar
 from draftsmith.drafters.methods import Drafter
 from draftsmith.drafters.proposal import Draw
 from draftsmith.drafters.sampler import Sampling
@@ -118,7 +118,7 @@ def measure(
     for arm in arms:  # warm-up, thrown away
         run_arm(target, arm, prompts[0].ids, max_new_tokens=min(16, max_new_tokens), seed=seed)
     total = repeats * len(prompts) * len(arms)
-    with tqdm(total=total, desc="measure", unit="answer", disable=None) as bar:
+    with Bar("measure", total, "answers") as bar:
         for repeat in range(repeats):
             for index, prompt in enumerate(prompts):
                 for arm in rotated(arms, repeat + index):
@@ -130,7 +130,7 @@ def measure(
                         seed=seed + repeat * len(prompts) + index,
                     )
                     trials[arm.name].append(Trial(index, prompt.category, decoded))
-                    bar.update()
+                    bar.advance()
     return trials
 
 

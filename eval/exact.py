@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
+from draftsmith.data.bar import Bar
 from draftsmith.drafters.checkpoint import load_drafter, read_metadata
 from draftsmith.drafters.methods import Drafter, build
 from draftsmith.drafters.target import Target
@@ -84,14 +84,13 @@ def decode_all(
     target: Target, arm: Arm, prompts: Sequence[BenchPrompt], max_new_tokens: int
 ) -> list[Trial]:
     """One answer per prompt."""
-    return [
-        Trial(
-            index,
-            prompt.category,
-            run_arm(target, arm, prompt.ids, max_new_tokens=max_new_tokens, seed=0),
-        )
-        for index, prompt in enumerate(tqdm(prompts, desc=arm.name, disable=None))
-    ]
+    trials = []
+    with Bar(arm.name, len(prompts), "answers") as bar:
+        for index, prompt in enumerate(prompts):
+            decoded = run_arm(target, arm, prompt.ids, max_new_tokens=max_new_tokens, seed=0)
+            trials.append(Trial(index, prompt.category, decoded))
+            bar.advance()
+    return trials
 
 
 def compare(

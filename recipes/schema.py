@@ -224,6 +224,40 @@ class DraftModelConfig(DrafterBlock):
         return len(self.models) < 2
 
 
+class DFlashConfig(DrafterBlock):
+    """A block drafter (DFlash, 2602.06036): a few layers that read the target's states fill a block
+    of masks in one pass. Defaults are the paper's, section 4.
+    """
+
+    kind: Literal["dflash"]
+    block_size: Annotated[int, Field(ge=2, le=64)] = 16  # the root and its drafts
+    layers: Positive = 5
+    # target layers that it reads (0-based, ascending); empty: as many as it has layers, spread out
+    taps: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    # a token that no text has; null: an unused one of the target is taken
+    mask_token_id: Annotated[int, Field(ge=0)] | None = None
+    start: Literal["random", "target"] = "random"  # target: from copies of the target's layers
+    draft_vocab: Positive | None = None  # rows of the head that drafts may use; None: all
+    anchors_per_row: Positive = 512  # blocks trained on per packed row, drawn anew in every epoch
+
+    @model_validator(mode="after")
+    def check_taps(self) -> Self:
+        """Every engine sorts them; ours are sorted."""
+        if list(self.taps) != sorted(set(self.taps)):
+            raise ValueError(f"taps: {list(self.taps)} must ascend; give every layer once")
+        return self
+
+    @property
+    def depth(self) -> int:
+        """K, the slots."""
+        return self.block_size - 1
+
+    @property
+    def trained_slots(self) -> int:
+        """All of them."""
+        return self.block_size - 1
+
+
 class MtpConfig(DrafterBlock):
     """Multi-token prediction (DeepSeek-V3, 2412.19437, section 2.2): a decoder layer of the
     target's own kind reads the target's state and the next token, and then its own states.
@@ -256,7 +290,9 @@ class MtpConfig(DrafterBlock):
         return self.draft_tokens
 
 
-DrafterConfig = MedusaConfig | MtpConfig | DraftModelConfig | PromptLookupConfig | NgramConfig
+DrafterConfig = (
+    MedusaConfig | MtpConfig | DraftModelConfig | DFlashConfig | PromptLookupConfig | NgramConfig
+)
 
 
 class ObjectiveConfig(Block):

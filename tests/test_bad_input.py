@@ -14,12 +14,13 @@ from tests.tiny import CHATML, tiny_model, tiny_tokenizer
 PROMPTS = "".join(
     json.dumps({"prompt": f"Say the number {i}.", "category": "a"}) + "\n" for i in range(12)
 )
+QUESTIONS = PROMPTS.replace("Say", "Write")
 RECIPE = """
 name: mine
 target: {{model: {target}, dtype: float32, device: cpu}}
 data:
   prompts: prompts.jsonl
-  eval_prompts: prompts.jsonl
+  eval_prompts: questions.jsonl
   max_prompt_tokens: 128
   max_length: 256
   held_out: 3
@@ -36,6 +37,7 @@ def desk(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_folder, "target")
     Path("prompts.jsonl").write_text(PROMPTS)
+    Path("questions.jsonl").write_text(QUESTIONS)
     Path("mine.yaml").write_text(RECIPE.format(target="./target"))
     return tmp_path
 
@@ -49,6 +51,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path
     try:
         shutil.copytree(tiny_folder, "target")
         Path("prompts.jsonl").write_text(PROMPTS)
+        Path("questions.jsonl").write_text(QUESTIONS)
         Path("mine.yaml").write_text(RECIPE.format(target="./target"))
         assert cli.main(["run", "mine.yaml"]) == 0
     finally:
@@ -323,7 +326,7 @@ def test_a_drafter_that_was_moved_away_from_its_target(
     monkeypatch.chdir("away")
     line = refused("eval", "drafter")
     assert "drafter/draftsmith.json" in line and "target.model=PATH" in line
-    there = ["target.model=../target", "data.eval_prompts=../prompts.jsonl", "eval.prompts=1"]
+    there = ["target.model=../target", "data.eval_prompts=../questions.jsonl", "eval.prompts=1"]
     assert cli.main(["eval", "drafter", *there]) == 0
 
 

@@ -17,7 +17,7 @@ name: mine
 target: {{model: {target}, dtype: float32, device: cpu}}
 data:
   prompts: prompts.jsonl
-  eval_prompts: prompts.jsonl
+  eval_prompts: questions.jsonl
   max_prompt_tokens: 128
   max_length: 256
   held_out: 3
@@ -33,6 +33,8 @@ KINDS = {
     "distilled": "{kind: draft_model, layers: 1, draft_tokens: 2}",
     "distilled expansion": "{kind: draft_model, layers: 1, draft_vocab: 60, expansion: [2, 1]}",
     "distilled own": "{kind: draft_model, layers: 1, embedding: own, draft_tokens: 2}",
+    "dflash": "{kind: dflash, block_size: 4, layers: 1, taps: [0], start: target}",
+    "dflash some": "{kind: dflash, block_size: 4, layers: 1, taps: [0], draft_vocab: 60}",
     "mtp": "{kind: mtp, draft_tokens: 2, draft_vocab: 60}",
     "mtp on policy": "{kind: mtp, draft_tokens: 3, recursion: on_policy, start: random}",
     "ready": "{kind: draft_model, models: [small], draft_tokens: 2}",
@@ -46,6 +48,7 @@ def desk(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("draftsmith.eval.figures.draw_figures", lambda report: {})
     monkeypatch.chdir(tmp_path)
     Path("prompts.jsonl").write_text(PROMPTS)
+    Path("questions.jsonl").write_text(PROMPTS.replace("Say", "Repeat"))
     for name, hidden in (("small", 16), ("smaller", 8)):
         tiny_model(layers=1, hidden=hidden, seed=hidden).save_pretrained(name)
         tiny_tokenizer().save_pretrained(name)
@@ -71,18 +74,18 @@ def test_a_run_goes_through_and_measures(desk: Path, tiny_folder: Path, kind: st
     assert drafted and all(arm["lossless"] is True for arm in report["arms"])
     for arm in drafted:
         assert arm["tau_walk"] == (arm["tau_micro"] if walks else None)  # fp32: the walk is exact
-    assert ("transformers assisted" in arms) == (
-        kind not in ("ngram", "forest") and "mtp" not in kind
-    )
+    unassisted = kind in ("ngram", "forest") or kind.startswith(("dflash", "mtp"))
+    assert ("transformers assisted" in arms) != unassisted
     assert (report["walk"] is None) == (not walks)
     fixed = kind in ("prompt_lookup", "distilled expansion", "forest")
     assert (report["tree"] is None) == fixed
     assert Path("runs/mine/drafter/README.md").read_text().startswith("---\nbase_model")
-    assert (Path("runs/mine/checkpoints").exists()) == kind.startswith(("distilled", "mtp"))
+    trained = kind.startswith(("distilled", "dflash", "mtp"))
+    assert Path("runs/mine/checkpoints").exists() == trained
     assert cli.main(["eval", "runs/mine/drafter", "eval.prompts=1"]) == 0
 
 
-@pytest.mark.parametrize("kind", ["ngram", "distilled", "mtp", "forest"])
+@pytest.mark.parametrize("kind", ["ngram", "distilled", "dflash some", "mtp", "forest"])
 def test_sampled_arms_draw_where_they_can(desk: Path, tiny_folder: Path, kind: str) -> None:
     report = run(tiny_folder, KINDS[kind], temperature=0.8)
     drawn = [arm for arm in report["arms"] if arm["name"].endswith("drawn")]
@@ -115,7 +118,7 @@ def test_a_further_model_learns_what_the_first_misses(
         ("{kind: mtp, draft_vocab: 999}", "drafter.draft_vocab: 999 is more than the 288"),
         ("{kind: ngram, heads: 3}", "drafter.heads: unknown key"),
         ("{kind: prompt_lookup, min_ngram: 4}", "min_ngram: 4 is more than max_ngram (3)"),
-        ("{kind: eagle}", "drafter.kind: 'eagle' is not allowed; allowed: draft_model, medusa"),
+        ("{kind: eagle}", "drafter.kind: 'eagle' is not allowed; allowed: dflash, draft_model"),
     ],
 )
 def test_bad_drafters_are_one_clear_line(

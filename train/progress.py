@@ -1,4 +1,4 @@
-"""What a run says while it trains: counters, log.jsonl, trackers, the progress bar."""
+"""What a run says while it trains: counters, log.jsonl, trackers, the bar."""
 
 import json
 import os
@@ -10,15 +10,16 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 from torch import Tensor
-from tqdm import tqdm
 
+from draftsmith.data.bar import Bar
 from draftsmith.data.plan import check_trackers
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import write_text
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.stages import flat
 
-SHOWN = {"loss": "loss", "tau": "tau", "tokens_per_second": "tok/s"}  # on the bar
+# What is shown beside the bar, and as what.
+SHOWN = {"loss": "loss", "tau": "tau", "tokens_per_second": "tokens a second"}
 Record = dict[str, Any]  # JSON values; every record of a step says which under "step"
 
 
@@ -59,34 +60,37 @@ class Meter:
 
 
 class Journal:
-    """log.jsonl, the trackers and the bar. Only the main process writes; other ones are silent."""
+    """log.jsonl, the trackers and the bar. Other processes than the main one are silent."""
 
     def __init__(self, recipe: Recipe, folder: Path, *, main: bool) -> None:
         self.recipe, self.folder, self.main = recipe, folder, main
         self.path = folder / "log.jsonl"
         self.trackers: dict[str, GeneralTracker] = {}
-        self.bar: tqdm[Any] | None = None
+        self.bar: Bar | None = None
         self.shown: dict[str, float] = {}
         check_trackers(recipe)
 
     def say(self, text: str) -> None:
-        """Print a line without breaking the bar."""
+        """Print a line."""
         if self.main:
-            tqdm.write(text)
+            if self.bar is None:
+                print(text)
+            else:
+                self.bar.say(text)
 
     def open(self, total: int, *, done: int) -> None:
-        """Start the trackers, and the bar with its steps per second and time left."""
+        """Start the trackers, and show the bar from now on."""
         for name in self.recipe.train.trackers if self.main else ():
             try:
                 self.trackers[name] = start_tracker(name, self.recipe, self.folder)
             except Exception as error:
                 self.say(f"warning: tracker {name} did not start and is left out: {error}")
-        self.bar = tqdm(total=total, initial=done, unit="step", desc="train", disable=not self.main)
+        self.bar = Bar("train", total, "steps", done=done, quiet=not self.main)
 
     def advance(self) -> None:
         """One step is done."""
         if self.bar is not None:
-            self.bar.update()
+            self.bar.advance()
 
     def write(self, record: Record) -> None:
         """Append a record to log.jsonl, and give its numbers to the trackers and the bar."""
@@ -105,8 +109,8 @@ class Journal:
             self.attempt(name, lambda tracker: tracker.log(values, step=record["step"]))
         if self.bar is not None:
             self.shown.update({k: record[k] for k in SHOWN if record.get(k) is not None})
-            shown = {SHOWN[name]: f"{value:.3g}" for name, value in self.shown.items()}
-            self.bar.set_postfix(shown, refresh=False)
+            shown = [f"{SHOWN[name]} {value:.3g}" for name, value in self.shown.items()]
+            self.bar.note(", ".join(shown))
 
     def rewind(self, step: int) -> None:
         """Drop what was logged after `step`: those steps will be taken again."""

@@ -16,12 +16,15 @@ from draftsmith.data.dataset import Document, PackedRows, split_held_out, traini
 from draftsmith.data.features import FeatureCache
 from draftsmith.data.rows import read_manifest
 from draftsmith.data.vocab import most_frequent
+from draftsmith.drafters.dflash_mask import check_mask_token, propose_mask_token
 from draftsmith.drafters.methods import Learned, build, trainable
 from draftsmith.drafters.projection import Sums
 from draftsmith.drafters.slots import Batch, TargetStates, label_slots
 from draftsmith.drafters.target import Target, pick_device
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import (
+    DFlashConfig,
+    DrafterConfig,
     DraftModelConfig,
     MedusaConfig,
     MtpConfig,
@@ -127,7 +130,8 @@ def prepare(recipe: Recipe, run: Path) -> Training:
     training = without_known(recipe, target, training)
     set_seed(recipe.seed)
     ids = draft_ids(recipe, target, training)
-    drafter = cast(Learned, build(recipe.drafter, target, ids))  # it has trained_slots
+    config = with_mask(recipe.drafter, target, documents, journal.say)
+    drafter = cast(Learned, build(config, target, ids))  # it has trained_slots
     loss = SlotLoss(drafter, target, recipe)
     model, optimizer = accelerator.prepare(loss, adamw(trainable(drafter), recipe.optim))
     return Training(
@@ -203,10 +207,29 @@ def draft_ids(recipe: Recipe, target: Target, documents: Sequence[Document]) -> 
             MedusaConfig(draft_vocab=int(size))
             | MtpConfig(draft_vocab=int(size))
             | DraftModelConfig(draft_vocab=int(size))
+            | DFlashConfig(draft_vocab=int(size))
         ):
             always = target.eos_ids
             return torch.tensor(most_frequent(documents, size, target.vocab_size, always=always))
     return None
+
+
+def with_mask(
+    config: DrafterConfig,
+    target: Target,
+    documents: Sequence[Document],
+    say: Callable[[str], None],
+) -> DrafterConfig:
+    """A block drafter's knobs with its mask token, which the data must not hold."""
+    if not isinstance(config, DFlashConfig):
+        return config
+    used = {token for document in documents for token in document.ids}
+    if config.mask_token_id is not None:
+        check_mask_token(config.mask_token_id, target, used)
+        return config
+    token = propose_mask_token(target, used)
+    say(f"drafter.mask_token_id: {token} is unused by {target.name} and the data, and is the mask")
+    return config.model_copy(update={"mask_token_id": token})
 
 
 def adamw(parameters: dict[str, nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:

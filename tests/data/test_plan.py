@@ -9,19 +9,20 @@ from typing import Any
 import pytest
 
 from draftsmith.data import plan as planning
+from draftsmith.data.counts import TEMPLATE_TOKENS, estimate_steps
 from draftsmith.data.needs import trained_parameters
 from draftsmith.data.plan import (
-    estimate_steps,
     free_disk,
     make_plan,
     render,
     size,
 )
+from draftsmith.drafters.geometry import geometry_of
 from draftsmith.drafters.methods import build, trainable
-from draftsmith.drafters.target import TargetShape, describe
+from draftsmith.drafters.target import TargetShape, describe, shape_of
 from draftsmith.recipes.entry import run_folder
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import MedusaConfig, Recipe, TargetConfig
+from draftsmith.recipes.schema import DFlashConfig, MedusaConfig, MtpConfig, Recipe, TargetConfig
 from tests.tiny import tiny_target
 
 GIGABYTE = 1 << 30
@@ -32,11 +33,13 @@ def make(tiny_folder: Path, tmp_path: Path):
     """A recipe for the tiny target with changed blocks."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "question {i}"}}\n' for i in range(20)))
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(f'{{"prompt": "request {i}"}}\n' for i in range(20)))
 
     def make(**changes: Any) -> Recipe:
         data = {
             "prompts": str(prompts),
-            "eval_prompts": str(prompts),
+            "eval_prompts": str(questions),
             "max_prompt_tokens": 64,
             "max_length": 128,
             "held_out": 4,
@@ -71,10 +74,27 @@ def test_trained_parameters_are_those_of_the_real_heads(
         layer_parameters=(1,),
         embedding_parameters=1,
         max_positions=4096,
+        cached_numbers=1,
         parameters=1,
         template="x",
+        geometry=geometry_of(target.config),
     )
     assert trained_parameters(config, shape) == real
+
+
+@pytest.mark.parametrize("taps", [(), (0,), (0, 2, 3)], ids=str)
+def test_parameters_of_a_block_drafter_are_counted_from_shapes_alone(taps: tuple[int, ...]) -> None:
+    target = tiny_target(layers=5)
+    config = DFlashConfig(kind="dflash", layers=2, taps=taps)
+    real = sum(parameter.numel() for parameter in trainable(build(config, target, None)).values())
+    assert trained_parameters(config, shape_of(target.model.config, "x")) == real
+
+
+def test_parameters_of_an_mtp_block_are_counted_from_shapes_alone() -> None:
+    target = tiny_target(layers=3)
+    config = MtpConfig(kind="mtp")
+    real = sum(parameter.numel() for parameter in trainable(build(config, target, None)).values())
+    assert trained_parameters(config, shape_of(target.model.config, "x")) == real
 
 
 def test_the_plan_counts_without_loading_weights(
@@ -95,6 +115,7 @@ def test_the_plan_counts_without_loading_weights(
     for word in (f"{plan.trained:,} parameters trained", f"{plan.frozen:,} parameters frozen"):
         assert word in text
     assert "at most" in text and "are free" in text
+    assert "for a batch of answers" in text and "for a training step" in text
 
 
 def test_self_written_prompts_are_counted_as_if_all_were_kept(make) -> None:
@@ -104,7 +125,7 @@ def test_self_written_prompts_are_counted_as_if_all_were_kept(make) -> None:
     )
     plan = make_plan(recipe)
     assert plan.prompts == 27 and plan.tokens is not None and plain.tokens is not None
-    assert plan.tokens - plain.tokens == 7 * (9 + planning.TEMPLATE_TOKENS + 32)
+    assert plan.tokens - plain.tokens == 7 * (9 + TEMPLATE_TOKENS + 32)
     assert plan.disk["self-written turns"] > 0 and "self-written turns" not in plain.disk
     assert plan.disk["rows"] > plain.disk["rows"]
     assert "27 to train on (up to 7 self-written), 20 to report on" in render(plan, recipe)
@@ -192,7 +213,7 @@ def test_the_feature_cache_is_a_part_of_the_disk(make, monkeypatch: pytest.Monke
 
 def test_a_memory_that_is_too_small_is_refused(make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "device_memory", lambda recipe: 1000)
-    with pytest.raises(UserError, match="the weights alone need"):
+    with pytest.raises(UserError, match="weights, gradients and optimizer need"):
         make_plan(make())
 
 
@@ -207,6 +228,17 @@ def test_a_file_where_the_runs_should_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is a file; give a folder"):
         free_disk(tmp_path / "file" / "run")
     assert free_disk(tmp_path / "not" / "yet" / "there") > 0
+
+
+def test_prompts_of_the_evaluation_are_not_counted_and_named(make, tmp_path: Path) -> None:
+    same = tmp_path / "same.jsonl"
+    same.write_text('{"prompt": "QUESTION  3"}\n{"prompt": "question 30"}\n')
+    recipe = make(data={"eval_prompts": str(same)})
+    plan = make_plan(recipe)
+    assert (plan.prompts, plan.eval_prompts) == (19, 2)
+    assert plan.notes[-1] == "training prompts that are evaluation prompts too are left out: 1"
+    with pytest.raises(UserError, match="Dropped: 20 copy of an evaluation prompt"):
+        make_plan(make(data={"eval_prompts": recipe.data.prompts}))
 
 
 def test_notes_name_what_does_nothing(make) -> None:

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from draftsmith.data import starter
-from draftsmith.data.prompts import Prompt, PromptSet, content_key, keyed_number, load_prompts
+from draftsmith.data.prompts import (
+    Prompt,
+    PromptSet,
+    content_key,
+    keyed_number,
+    load_prompts,
+    normalised,
+)
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DataConfig
 
@@ -164,6 +171,25 @@ def test_duplicates_and_clashing_ids_are_counted(tmp_path: Path) -> None:
     assert found.dropped == {"duplicate": 1, "id of another prompt": 1}
 
 
+SAME = {
+    "itself": {"prompt": "Why is the sky blue?"},
+    "case and spacing": {"prompt": "  why is the SKY\n blue?"},
+    "written otherwise": {"prompt": "Why is the sky\u00a0blue\uff1f"},
+    "with a system prompt": {"messages": [{"role": "system", "content": "Be brief."}, USER]},
+    "with tools": {"messages": [USER], "tools": [TOOL]},
+}
+
+
+@pytest.mark.parametrize("row", SAME.values(), ids=SAME)
+def test_what_is_evaluated_on_is_not_trained_on(tmp_path: Path, row: dict[str, object]) -> None:
+    others = [{"prompt": "Why is the sea blue?"}, {"messages": [USER, USER]}]
+    config = DataConfig(prompts=write(tmp_path / "p.jsonl", [row, *others]), limit=2)
+    evaluated = load(write(tmp_path / "e.jsonl", [{"prompt": USER["content"]}])).prompts
+    found = load_prompts(config, split="train", seed=0, evaluated=evaluated)
+    assert len(found.prompts) == 2 and found.dropped == {"copy of an evaluation prompt": 1}
+    assert len(load_prompts(config, split="train", seed=1).prompts) == 2
+
+
 def test_several_answers_are_copies_of_a_prompt_under_keys_of_their_own(tmp_path: Path) -> None:
     source = write(tmp_path / "p.jsonl", [{"id": i, "prompt": f"say {i}"} for i in range(4)])
     hot = {"temperature": 1.0}
@@ -302,3 +328,12 @@ def test_keyed_numbers_are_uniform_and_independent_by_purpose() -> None:
     assert abs(sum(first) / 2000 - 0.5) < 0.03
     both = sum(a < 0.5 and b < 0.5 for a, b in zip(first, second, strict=True)) / 2000
     assert abs(both - 0.25) < 0.04
+
+
+def test_normalised_is_idempotent_and_blind_to_case_space_and_outer_punctuation() -> None:
+    numbers = random.Random(0)
+    for _ in range(200):
+        text = "".join(numbers.choices("aBß é.!?'  \n", k=12))
+        plain = normalised(text)
+        assert normalised(plain) == plain == normalised(f'  "{text.swapcase()}"\n')
+    assert normalised("It's Ok!") == "it's ok"

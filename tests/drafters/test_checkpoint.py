@@ -273,6 +273,15 @@ def test_a_drafter_that_does_not_name_its_target_s_content_is_not_warned_of(tmp_
     assert not caplog.text
 
 
+def test_what_a_model_in_memory_does_not_say_is_not_warned_of(tmp_path, caplog):
+    target = tiny_target(40)
+    target.fingerprint |= {"revision": "abc", "content": "abc"}
+    save(trained(target), target, tmp_path / "d")
+    target.fingerprint |= {"revision": "none", "content": "none"}
+    checkpoint.load_drafter(tmp_path / "d", target)
+    assert not caplog.text
+
+
 @pytest.mark.parametrize("key", ["model", "revision", "origin", "content"])
 def test_another_model_of_the_same_shape_is_warned_of(tmp_path, caplog, key):
     target = tiny_target(40)

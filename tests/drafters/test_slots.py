@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import torch
 
 from draftsmith.drafters.slots import (
@@ -7,6 +9,7 @@ from draftsmith.drafters.slots import (
     before_output,
     before_roots,
     label_slots,
+    sampled_roots,
 )
 
 
@@ -67,3 +70,50 @@ def test_a_head_counts_the_tokens_that_drafts_may_use():
     shared, own = torch.zeros(7, 4), torch.zeros(3, 7, 2)
     for head in (Head(shared), Head(None, own), Head(shared, own)):
         assert head.rows == 7
+
+
+def long_row(*sizes, seeds):
+    """Rows of one pack of documents of these sizes; the first two tokens of each are the prompt."""
+    positions = torch.cat([torch.arange(size) for size in sizes])
+    documents = torch.cat([torch.full((size,), i) for i, size in enumerate(sizes)])
+    stack = [one.repeat(len(seeds), 1) for one in (positions, documents)]
+    return Batch(torch.zeros_like(stack[0]), stack[0], stack[1], stack[0] > 1, seeds=seeds)
+
+
+def test_sampled_roots_are_a_documents_share_and_have_a_first_slot():
+    batch = long_row(103, 33, 3, 63, seeds=tuple(range(200)))  # 100, 30, 0 and 60 may be drawn
+    roots = sampled_roots(batch, 19)
+    assert roots.row.bincount().tolist() == [19] * 200
+    assert label_slots(batch, roots, 1).valid.all()
+    assert len(set(zip(roots.row.tolist(), roots.position.tolist(), strict=True))) == 19 * 200
+    number = batch.documents[roots.row, roots.position]
+    counts = [number[roots.row == row].bincount(minlength=4).tolist() for row in range(200)]
+    assert {tuple(one) for one in counts} == {(10, 3, 0, 6)}
+    drawn = roots.position[number == 1].bincount(minlength=136)[105:135]
+    assert drawn.sum() == 600 and drawn.min() > 5 and drawn.max() < 40  # 20 each, on average
+
+
+def test_uneven_shares_are_rounded_by_chance():
+    batch = long_row(13, 23, seeds=tuple(range(400)))  # 10 and 20 for 4: 4/3 and 8/3
+    roots = sampled_roots(batch, 4)
+    first = (batch.documents[roots.row, roots.position] == 0).sum() / 400
+    assert abs(first - 4 / 3) < 0.1
+
+
+def test_sampled_roots_depend_on_the_rows_seed_alone():
+    batch = long_row(40, 30, seeds=(5, 9))
+    both, alone = sampled_roots(batch, 8), sampled_roots(long_row(40, 30, seeds=(9,)), 8)
+    assert torch.equal(both.position[both.row == 1], alone.position)
+    again = sampled_roots(long_row(40, 30, seeds=(9, 5)), 8)
+    assert torch.equal(again.position[again.row == 0], alone.position)
+    padded = long_row(40, 30, 20, seeds=(9,))
+    supervised = padded.supervised & (padded.documents < 2)
+    assert torch.equal(
+        sampled_roots(replace(padded, supervised=supervised), 8).position, alone.position
+    )
+
+
+def test_few_or_unseeded_roots_are_all_taken():
+    batch = long_row(8, 5, seeds=(0,))
+    assert sampled_roots(batch, 50).position.tolist() == [2, 3, 4, 5, 6, 10, 11]
+    assert sampled_roots(replace(batch, seeds=None), 1).position.tolist() == [2, 3, 4, 5, 6, 10, 11]

@@ -10,7 +10,7 @@ from draftsmith.drafters.sampler import Sampling, standardise
 from draftsmith.drafters.tree import Tree, chain
 from draftsmith.eval import decode as loop
 from draftsmith.eval.bench import Arm, run_arm
-from draftsmith.eval.decode import decode
+from draftsmith.eval.decode import decode, decode_batch
 from draftsmith.eval.history import History, history_for
 from draftsmith.eval.rules import RULES
 from draftsmith.recipes.errors import UserError
@@ -100,6 +100,19 @@ def test_penalty_and_bias_give_the_greedy_output_of_transformers(tree):
         assert out.tokens == want[0, len(PROMPT) :].tolist()
         accepted += sum(turn.accepted for turn in out.rounds)
     assert tree is None or accepted > 0
+
+
+@pytest.mark.parametrize("sampling", [PENALTY, Sampling(0.9, min_p=0.05, repetition_penalty=1.4)])
+def test_rows_of_a_batch_keep_their_own_history(sampling):
+    """Also when rows before them have left the batch."""
+    target = tiny_target(40, spread=0.15, eos=(), dtype=torch.float64)
+    drafter, prompts = noisy_drafter(target), [PROMPT, [30, 31], [12, 13, 14], [20] * 9]
+    options = dict(sampling=sampling, max_new_tokens=20, tree=chain(3), eos_ids=(15, 4, 8))
+    seeds = [5, 6, 7, 8]
+    together = decode_batch(target, drafter, prompts, seeds=seeds, **options)
+    for prompt, seed, one in zip(prompts, seeds, together, strict=True):
+        assert decode(target, drafter, prompt, seed=seed, **options).tokens == one.tokens
+    assert len({len(one.tokens) for one in together}) > 1
 
 
 def test_history_follows_paths_and_rounds():

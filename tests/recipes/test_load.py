@@ -119,7 +119,7 @@ def test_every_key_is_found_again_after_a_slip_of_the_finger(write, key: str) ->
         ("drafter: {heads: '2'}", "drafter.heads: '2' is not allowed; allowed: a whole number"),
         (
             "drafter: {kind: eagle}",
-            "drafter.kind: 'eagle' is not allowed; allowed: draft_model, medusa",
+            "drafter.kind: 'eagle' is not allowed; allowed: dflash, draft_model",
         ),
         ("optim: {lr: fast}", "optim.lr: 'fast' is not allowed; allowed: a number more than 0"),
         ("optim: {lr: .nan}", "optim.lr: nan is not allowed; allowed: a number more than 0"),

@@ -1,11 +1,6 @@
 """Stopped anywhere, a run goes on bit for bit; what would make it another run is refused."""
 
-import json
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +14,7 @@ from draftsmith.train.resume import compare, identity
 from draftsmith.train.rng import rng_state
 from draftsmith.train.setup import prepare
 from draftsmith.train.trainer import train
+from tests.train.children import in_children, job_of
 from tests.train.counting import counting_row, digest, read_log, recipe_for, save_rows, weights
 
 TIMED = ("seconds", "tokens_per_second")
@@ -60,20 +56,6 @@ DEATHS = [
 ]
 
 
-def in_children(folder, jobs):
-    """Run the jobs; which were killed."""
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("killer.py")), str(folder / "jobs.json")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return [line == "True" for line in done.stdout.splitlines() if line in ("True", "False")]
-
-
 def test_killed_anywhere_the_resumed_run_ends_as_the_undisturbed_one(target, tmp_path):
     knobs = {"save_every": 3, "eval_every": 4, "log_every": 2, "rows_per_step": 2}
     recipe = recipe_for(
@@ -85,7 +67,7 @@ def test_killed_anywhere_the_resumed_run_ends_as_the_undisturbed_one(target, tmp
 
     def job(name, **death):
         run = save_rows(tmp_path / name, rows, target)
-        return {"recipe": recipe.model_dump(mode="json"), "run": str(run), **death}
+        return job_of(recipe, run, **death)
 
     jobs = [job("whole")]
     jobs += [job("calls", call=death) for death in DEATHS] + [job("calls")]

@@ -1,9 +1,5 @@
 """Training through its entry: it learns, and it counts as it says."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -14,6 +10,7 @@ from draftsmith.train import trainer
 from draftsmith.train.checkpoint import latest
 from draftsmith.train.setup import prepare
 from draftsmith.train.trainer import take_step, train
+from tests.train.children import in_children, job_of
 from tests.train.counting import (
     counting_row,
     digest,
@@ -166,35 +163,6 @@ def test_the_start_says_what_is_trained(target, run, capsys):
     assert "frozen (target)" in said
 
 
-PROCESS = """
-import sys
-from pathlib import Path
-from draftsmith.recipes.schema import Recipe
-from draftsmith.train.trainer import train
-
-for recipe, run in zip(sys.argv[1::2], sys.argv[2::2]):
-    train(Recipe.model_validate_json(Path(recipe).read_text()), Path(run))
-"""
-
-
-def in_two_processes(folder, jobs):
-    """Train recipes in runs, one after the other, with two processes."""
-    words = []
-    for recipe, run in jobs:
-        (run / "recipe.json").write_text(recipe.model_dump_json())
-        words += [run / "recipe.json", run]
-    (folder / "process.py").write_text(PROCESS)
-    launch = ["torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    done = subprocess.run(
-        [sys.executable, "-m", *launch, folder / "process.py", *words],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_two_processes_equal_one(target, tmp_path):
     # Rows hold one long answer, or many answers of one token, which supervise no slot. With three
     # rows a step the shares are unequal and one may have nothing to learn; with one row a process
@@ -214,7 +182,7 @@ def test_two_processes_equal_one(target, tmp_path):
         )
         train(recipe, one)
         jobs.append((recipe, one, two))
-    in_two_processes(tmp_path, [(recipe, two) for recipe, _, two in jobs])
+    in_children(tmp_path, [job_of(recipe, two, processes=2) for recipe, _, two in jobs])
     for _, one, two in jobs:
         for have, want in zip(read_log(two), read_log(one), strict=True):
             for name in ("step", "supervised_tokens", "skipped_steps"):

@@ -1,0 +1,39 @@
+"""What a batch of answers holds in memory, from the recipe and the target's config alone."""
+
+from draftsmith.drafters.target import TargetShape
+from draftsmith.recipes.schema import Recipe
+
+BYTES = {"bfloat16": 2, "float32": 4}
+FULL = 4  # bytes of an fp32 number: what is trained, its gradient and its two moments
+FROZEN, LIBRARIES = "frozen weights", "Python and its libraries"
+PROGRAM = 400 << 20  # Python with torch and transformers; a CUDA context is as large
+# Widths of the hidden state that a layer holds at its widest moment: attention's heads, an MLP of
+# four times the width, before and after its activation.
+WIDEST = 20
+
+
+def answering_memory(recipe: Recipe, shape: TargetShape, longest: int) -> dict[str, int]:
+    """Bytes while the target answers its first batch, by part; `longest` prompt in tokens."""
+    distil, width = recipe.data.distil, BYTES[recipe.target.dtype]
+    positions = cached_positions(longest, distil.max_new_tokens)
+    logits = 4 if distil.temperature == 0 else 12  # filters sort and sum in double precision
+    return {
+        LIBRARIES: PROGRAM,
+        FROZEN: shape.parameters * width,
+        "keys and values": distil.batch_size * positions * shape.cached_numbers * width,
+        "target's activations": distil.batch_size
+        * longest
+        * (WIDEST * shape.hidden_size + longest)
+        * width,
+        "logits": distil.batch_size * shape.vocab_size * logits * FULL,
+    }
+
+
+def cached_positions(prompt: int, answer: int) -> int:
+    """Room of the cache at the end: a buffer that starts with twice the prompt, and doubles for
+    whatever comes when it is full. An answer's last token is not fed.
+    """
+    room = max(64, 2 * prompt)
+    while room < prompt + answer - 1:
+        room = 2 * (room + 1)
+    return room
