@@ -303,7 +303,41 @@ class DFlashConfig(DrafterBlock):
         return self.block_size - 1
 
 
-DrafterConfig = MedusaConfig | DraftModelConfig | DFlashConfig | PromptLookupConfig | NgramConfig
+class MtpConfig(DrafterBlock):
+    """Multi-token prediction (DeepSeek-V3, 2412.19437, section 2.2): a decoder layer of the
+    target's own kind reads the target's state and the next token, and then its own states.
+    """
+
+    kind: Literal["mtp"]
+    draft_tokens: Annotated[int, Field(ge=1, le=16)] = 3  # K (FastMTP, 2509.18362)
+    # last_layer: the block starts as the target's last layer of full attention. random: as new.
+    # checkpoint: as the MTP layer that comes with the target's weights (healing, 2604.12374)
+    start: Literal["last_layer", "random", "checkpoint"] = "last_layer"
+    # what a slot after the first learns from. teacher: the text's tokens, its own states.
+    # on_policy: its own likeliest tokens, its own states. mixed: the text's tokens; states drawn
+    # evenly from the target's and those of all earlier slots (Megatron's hidden-state mixing).
+    recursion: Literal["teacher", "on_policy", "mixed"] = "teacher"
+    order: Literal["embedding_first", "hidden_first"] = "embedding_first"  # into the projection
+    recycles: Literal["post_norm", "pre_norm"] = "post_norm"  # its own state that a slot reads
+    position_shift: Literal[0, -1] = (
+        0  # of a slot's rotary position from that of the token it reads
+    )
+    draft_vocab: Positive | None = None  # rows of the head that drafts may use; None: all
+
+    @property
+    def depth(self) -> int:
+        """K, the slots."""
+        return self.draft_tokens
+
+    @property
+    def trained_slots(self) -> int:
+        """All of them."""
+        return self.draft_tokens
+
+
+DrafterConfig = (
+    MedusaConfig | MtpConfig | DraftModelConfig | DFlashConfig | PromptLookupConfig | NgramConfig
+)
 
 
 class ObjectiveConfig(Block):
