@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from draftsmith.drafters.methods import Drafter
@@ -52,6 +53,11 @@ class Candidate:
     drafter: Drafter
     chain: Tree
     tree: Tree
+
+    @cached_property
+    def assistance(self) -> Mapping[str, Any] | None:
+        """What transformers can draft with in its place. Kept: it may be a model made for that."""
+        return self.drafter.assistance()
 
     @property
     def shapes(self) -> Mapping[str, Tree]:
@@ -142,14 +148,14 @@ def add_references(grid: Grid, candidates: Sequence[Candidate], plain: Arm) -> N
         else:
             grid.skipped[name + suffix] = "transformers drafts for one prompt at a time"
     for candidate in candidates:
-        if candidate.drafter.assistance() is None and plain.batch == 1:
+        if candidate.assistance is None and plain.batch == 1:
             name = f"{ASSISTED} by {candidate.name}"
             grid.skipped[name] = "transformers' assisted generation cannot use this drafter"
 
 
 def assistances(candidates: Sequence[Candidate]) -> dict[str, Mapping[str, Any]]:
     """What transformers can draft with, by the arm's name. A comparison always has its lookup."""
-    given = [(one.name, one.drafter.assistance()) for one in candidates]
+    given = [(one.name, one.assistance) for one in candidates]
     usable = [(name, assistance) for name, assistance in given if assistance is not None]
     models = [name for name, assistance in usable if LOOKUP_TOKENS not in assistance]
     found: dict[str, Mapping[str, Any]] = {}

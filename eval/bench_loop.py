@@ -71,14 +71,14 @@ def open_drafter(options: argparse.Namespace) -> tuple[Recipe, Target, Drafter]:
 
 
 @contextmanager
-def same_length(drafter: Drafter) -> Iterator[None]:
+def same_length(candidate: Candidate) -> Iterator[None]:
     """Let transformers draft as many tokens as we do, every round, whatever it thinks of them."""
-    assistance = drafter.assistance()
+    assistance = candidate.assistance
     if assistance is None or "assistant_model" not in assistance:
         raise UserError("give a single draft model of the target's vocabulary size")
     config: Any = assistance["assistant_model"].generation_config
     fixed = {
-        "num_assistant_tokens": drafter.depth,
+        "num_assistant_tokens": candidate.drafter.depth,
         "num_assistant_tokens_schedule": "constant",
         "assistant_confidence_threshold": 0.0,
     }
@@ -95,9 +95,10 @@ def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     recipe, target, drafter = open_drafter(options)
     straight = chain(drafter.depth).to(target.device)
-    arms = greedy_arms(Candidate("draft_model", drafter, straight, straight))
+    candidate = Candidate("draft_model", drafter, straight, straight)
+    arms = greedy_arms(candidate)
     prompts, _ = evaluation_prompts(target, recipe, drafts=drafter.depth)
-    with same_length(drafter):
+    with same_length(candidate):
         trials = measure(
             target,
             arms,
