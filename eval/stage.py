@@ -232,7 +232,8 @@ def choose_trees(job: Job, context: int, results: Results) -> dict[str, Choice]:
     found: dict[str, Choice] = {}
     for subject in job.subjects:
         drafter, calibration = subject.drafter, subject.calibration
-        if drafter.config.shape or calibration is None:
+        fixed = drafter.config.shape or (subject.tuned is not None and nodes is None)
+        if fixed or calibration is None:
             continue
 
         def choose(drafter: Any = drafter, calibration: Calibration = calibration) -> Any:
@@ -253,6 +254,8 @@ def candidate_of(job: Job, subject: Subject, choices: Mapping[str, Choice]) -> C
     straight = chain(drafter.depth)
     if subject.name in choices:
         tree = Tree(choices[subject.name].paths)
+    elif subject.tuned is not None:
+        tree = subject.tuned
     else:
         tree = expansion(drafter.config.shape) if drafter.config.shape else straight
     return Candidate(subject.name, drafter, straight.to(device), tree.to(device))

@@ -16,6 +16,7 @@ from draftsmith.drafters.checkpoint import (
 )
 from draftsmith.drafters.methods import CONFIGS, Drafter, Untrained, build
 from draftsmith.drafters.target import Target
+from draftsmith.drafters.tree import Tree
 from draftsmith.eval.tune import Calibration, calibrate, from_json
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import user_path
@@ -33,6 +34,7 @@ class Subject:
     calibration: Calibration | None  # None: the drafter's guesses have no ranks
     folder: Path | None = None  # None: it was made on the spot
     keep_tree: bool = False  # whether the drafter is told which tree was chosen
+    tuned: Tree | None = None  # the shape that `draftsmith tune` chose
 
     @property
     def described(self) -> dict[str, Any]:
@@ -40,6 +42,7 @@ class Subject:
         meta = self.folder and self.folder / META
         return {
             "config": self.drafter.config.model_dump(mode="json"),
+            "tuned": None if self.tuned is None else [list(path) for path in self.tuned.paths],
             "folder": str(self.folder),
             "written": None if meta is None else [file.stat().st_mtime for file in weights(meta)],
         }
@@ -146,8 +149,16 @@ def load_subjects(entries: Sequence[Entry], target: Target, taken: Sequence[str]
         else:
             drafter = load_drafter(entry.folder, target)
         name = free_name(entry, [*taken, *(one.name for one in found)])
-        found.append(Subject(name, drafter, entry.calibration, entry.folder))
+        tuned = None if entry.meta is None else tuned_tree(entry.meta)
+        found.append(Subject(name, drafter, entry.calibration, entry.folder, tuned=tuned))
     return found
+
+
+def tuned_tree(meta: dict[str, Any]) -> Tree | None:
+    """The shape that a drafter was tuned to, if it was."""
+    if meta.get("tuned") is None or meta.get("tree") is None:
+        return None
+    return Tree(tuple(map(tuple, meta["tree"])))
 
 
 def free_name(entry: Entry, taken: Sequence[str]) -> str:
@@ -172,5 +183,7 @@ def own_subject(recipe: Recipe, run: Path, target: Target) -> tuple[Subject, Cal
     calibration = None
     if recipe.drafter.walks:
         calibration = calibrate(recipe, target, drafter, held_out)
-    keep = recipe.eval.tree_nodes == "auto"
-    return Subject(recipe.drafter.kind, drafter, calibration, folder, keep), calibration
+    tuned = tuned_tree(read_metadata(folder))
+    keep = recipe.eval.tree_nodes == "auto" and tuned is None
+    subject = Subject(recipe.drafter.kind, drafter, calibration, folder, keep, tuned)
+    return subject, calibration

@@ -1,5 +1,5 @@
-"""The command line: `draftsmith run|data|train|eval RECIPE [KEY=VALUE ...] [--dry-run]`, and
-`draftsmith data stats|inspect|merge`.
+"""The command line: `draftsmith run|data|train|eval RECIPE [KEY=VALUE ...] [--dry-run]`,
+`draftsmith tune RUN`, and `draftsmith data stats|inspect|merge`.
 
 `eval` also takes the folders of drafters, or of their runs: `draftsmith eval FOLDER [FOLDER ...]`.
 """
@@ -23,6 +23,7 @@ COMMANDS = {
     "data": "let the target answer the prompts; see also data stats, inspect, merge --help",
     "train": "train the drafter on the answers",
     "eval": "decode, measure, report; takes a recipe, or folders of drafters",
+    "tune": "choose the chain or tree that decodes fastest here; takes a run's folder",
 }
 
 
@@ -38,6 +39,8 @@ def command(argv: Sequence[str]) -> None:
         return TOOLS[argv[1]](argv[2:])
     program = Program("draftsmith", COMMANDS, WORK)
     arguments = program.parse(argv)
+    if arguments.command == "tune":
+        return tune_folder(arguments)
     more: list[str] = []
     if arguments.command == "eval":
         arguments, more = with_drafters(arguments)
@@ -102,6 +105,20 @@ def evaluate_folder(arguments: Arguments, argv: Sequence[str], *, compared: bool
         return
     with open_run(recipe, ["draftsmith", *argv]) as run:
         evaluate_checkpoint(folder, recipe, run / "report")
+
+
+def tune_folder(arguments: Arguments) -> None:
+    """Choose a run's shape; overrides change the recipe that its drafter carries."""
+    path = user_path(arguments.recipe)
+    if arguments.dry_run or not path.is_dir():
+        raise UserError(f"tune takes the folder of a finished run, not {arguments.recipe}")
+    from draftsmith.drafters.checkpoint import read_metadata
+    from draftsmith.eval.stage import stored_recipe
+    from draftsmith.eval.subjects import drafter_folder
+    from draftsmith.eval.tuning import tune
+
+    folder = drafter_folder(path)
+    tune(folder, stored_recipe(read_metadata(folder), folder, arguments.overrides))
 
 
 if __name__ == "__main__":
