@@ -6,6 +6,7 @@ Blocks are frozen and refuse unknown keys; `recipes/load.py` says errors in one 
 from itertools import accumulate
 from operator import mul
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -32,8 +33,28 @@ class TargetConfig(Block):
     trust_remote_code: bool = False
 
 
+class ServerConfig(Block):
+    """How servers are asked, with `distil.backend: openai`."""
+
+    model: Text | None = None  # its name there; None: the target's, or the only one that is served
+    # `completions`: the prompt as we render it; `chat`: messages, which the server renders
+    api: Literal["completions", "chat"] = "completions"
+    key_variable: Text = "DRAFTSMITH_API_KEY"  # environment variable that holds the API key, if any
+    concurrency: Annotated[int, Field(ge=1, le=4096)] = 32  # requests in flight, per server
+    timeout: Annotated[float, Field(gt=0.0)] = 600.0  # seconds that an answer may take
+    tries: Positive = 5  # of a prompt that servers fail at, before it is dropped
+    patience: Annotated[float, Field(ge=0.0)] = 600.0  # seconds without any server before giving up
+
+
 class DistilConfig(Block):
     """How the target answers the prompts (its answers are the training data)."""
+
+    # `openai`: servers with its API (vLLM, SGLang, TGI, `transformers serve`) answer in our place
+    backend: Literal["transformers", "openai"] = "transformers"
+    urls: tuple[Text, ...] = ()  # of these servers, such as http://localhost:8000/v1
+    server: ServerConfig = ServerConfig()
+    # [i, n]: only the i-th of n shares of the prompts; `draftsmith data merge` joins them
+    share: tuple[Positive, Positive] = (1, 1)
 
     max_new_tokens: Positive = 256
     temperature: Annotated[float, Field(ge=0.0)] = 0.0  # 0: greedy
@@ -41,6 +62,24 @@ class DistilConfig(Block):
     top_k: Annotated[int, Field(ge=0)] = 0  # 0: off
     greedy_share: Fraction = 0.0  # with temperature > 0: share of the prompts answered greedily
     batch_size: Positive = 64
+
+    @model_validator(mode="after")
+    def check_servers(self) -> Self:
+        """Servers are named where they are asked, and their addresses hold no secrets."""
+        if (self.backend == "openai") != bool(self.urls):
+            raise ValueError("urls: give them with backend: openai, and only then")
+        for url in self.urls:
+            found = urlsplit(url)
+            if found.scheme not in ("http", "https") or not found.hostname or found.fragment:
+                raise ValueError(f"urls: {url!r} is no address such as http://localhost:8000/v1")
+            if found.query or "@" in found.netloc:
+                raise ValueError(
+                    "urls: an address may hold no password and no query, for recipes are kept in "
+                    "files; put the API key into the environment (distil.server.key_variable)"
+                )
+        if self.share[0] > self.share[1]:
+            raise ValueError(f"share: there is no share {self.share[0]} of {self.share[1]}")
+        return self
 
 
 class SelfWrittenConfig(Block):
@@ -66,6 +105,12 @@ class DataConfig(Block):
     grow: Annotated[int, Field(ge=0)] = 0  # prompts that the seeded offline generator adds
     limit: Positive | None = None  # at most this many training prompts, drawn by the seed
     answers: Positive = 1  # answers to each of them, sampled: for prompts that are few but good
+    # of a conversation: `last`, the answer to its end; `all`, every turn anew on the answers so far
+    turns: Literal["last", "all"] = "last"
+    # words in a row that make a training prompt a copy of an evaluation prompt; 0: only whole ones
+    overlap_words: Annotated[int, Field(ge=0)] = 13
+    # share of such runs that earlier prompts hold, from which on one is dropped; None: none is
+    near_duplicates: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     self_written: SelfWrittenConfig = SelfWrittenConfig()
     thinking: bool | None = None  # passed to the template as `enable_thinking`; None: not passed
     max_prompt_tokens: Positive = 1024
@@ -311,7 +356,8 @@ class ObjectiveConfig(Block):
     loss: Literal["ce", "kl", "tv", "lk", "e2e_tv"] = "ce"
     weights: Literal["geometric", "exponential", "dpace", "list"] = "geometric"
     decay: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8  # geometric: decay^k (Medusa)
-    gamma: Annotated[float, Field(gt=0.0)] = 4.0  # exponential: exp(-(k-1)/gamma) (DFlash)
+    # exponential: exp(-(k-1)/gamma); null: DFlash's for the number of slots (4, 5 or 7)
+    gamma: Annotated[float, Field(gt=0.0)] | None = None
     slot_weights: tuple[Annotated[float, Field(ge=0.0)], ...] = ()  # list: one weight per slot
     dpace_alpha: Fraction = 0.5  # D-PACE's smoothing
     lk_eta: Annotated[float, Field(ge=0.0)] = 3.0  # LK hybrid's eta

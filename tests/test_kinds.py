@@ -74,7 +74,7 @@ def test_a_run_goes_through_and_measures(desk: Path, tiny_folder: Path, kind: st
     assert drafted and all(arm["lossless"] is True for arm in report["arms"])
     for arm in drafted:
         assert arm["tau_walk"] == (arm["tau_micro"] if walks else None)  # fp32: the walk is exact
-    unassisted = kind in ("ngram", "forest") or kind.startswith(("dflash", "mtp"))
+    unassisted = kind in ("ngram", "dflash some", "forest") or kind.startswith("mtp")
     assert ("transformers assisted" in arms) != unassisted
     assert (report["walk"] is None) == (not walks)
     fixed = kind in ("prompt_lookup", "distilled expansion", "forest")

@@ -175,7 +175,7 @@ from draftsmith.data.distill import distil
 torch.set_num_threads(1)
 target = tiny_target(eos=ENDS)
 step = target.step
-target.step = lambda *a: (time.sleep(0.005), step(*a))[1]
+target.step = lambda *a, **k: (time.sleep(0.005), step(*a, **k))[1]
 distil(target, make_prompts(60), make_config(**MIXED), Path(sys.argv[1]), seed=0)
 """
 
@@ -267,7 +267,7 @@ def test_answers_beyond_the_model_s_positions_are_refused(target: Target, tmp_pa
 def test_too_little_memory_is_one_clear_line(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **options: object) -> None:
         raise torch.OutOfMemoryError("a long story")
 
     monkeypatch.setattr(target, "step", fail)

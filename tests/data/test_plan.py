@@ -268,3 +268,29 @@ def test_prompts_on_the_hub_are_not_fetched_for_a_plan(make) -> None:
 )
 def test_sizes_are_for_people(count: int, text: str) -> None:
     assert size(count) == text
+
+
+def test_every_turn_of_a_conversation_is_counted(make, tmp_path: Path) -> None:
+    prompts = tmp_path / "turns.jsonl"
+    prompts.write_text("".join(f'{{"turns": ["a {i}", "b", "c"]}}\n' for i in range(10)))
+    last, every = (
+        make_plan(make(data={"prompts": str(prompts), "turns": turns})) for turns in ("last", "all")
+    )
+    assert (last.prompts, every.prompts) == (10, 30)
+    assert last.tokens is not None and every.tokens is not None
+    assert every.tokens > 3 * last.tokens  # later turns hold the earlier answers
+
+
+@pytest.mark.parametrize(
+    ("distil", "says"),
+    [
+        ({"backend": "openai", "urls": ["http://a"], "server": {"api": "chat"}}, "by chat"),
+        ({"share": [1, 2]}, "written in shares"),
+    ],
+)
+def test_self_written_prompts_need_the_raw_opening_and_one_machine(
+    make, distil: dict, says: str
+) -> None:
+    recipe = make(data={"self_written": {"count": 3, "max_new_tokens": 8}, "distil": distil})
+    with pytest.raises(UserError, match=says):
+        make_plan(recipe)

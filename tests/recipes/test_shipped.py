@@ -6,7 +6,7 @@ import pytest
 
 from draftsmith.drafters.methods import CONFIGS
 from draftsmith.recipes.load import dump_recipe, load_recipe, shipped_recipes
-from draftsmith.recipes.schema import DraftModelConfig, MedusaConfig, Recipe
+from draftsmith.recipes.schema import DFlashConfig, DraftModelConfig, MedusaConfig, Recipe
 from draftsmith.recipes.stages import flat
 from draftsmith.recipes.text import parse
 
@@ -19,6 +19,13 @@ WITHOUT_EFFECT = {
     "target.device",
     "target.revision",
     "target.trust_remote_code",
+    "data.distil.urls",
+    "data.distil.share",
+    "data.distil.server.key_variable",
+    "data.distil.server.concurrency",
+    "data.distil.server.timeout",
+    "data.distil.server.tries",
+    "data.distil.server.patience",
     "train.save_every",
     "train.keep_checkpoints",
     "train.trackers",
@@ -42,8 +49,15 @@ def is_expanded(drafter: object) -> bool:
     return isinstance(drafter, DraftModelConfig) and bool(drafter.expansion)
 
 
+def is_block(drafter: object) -> bool:
+    """A block drafter."""
+    return isinstance(drafter, DFlashConfig)
+
+
 # Knobs that only count when another one has a certain value.
 CONDITIONAL = {
+    "data.distil.server.model": lambda recipe: recipe.data.distil.backend == "openai",
+    "data.distil.server.api": lambda recipe: recipe.data.distil.backend == "openai",
     "data.distil.top_p": lambda recipe: recipe.data.distil.temperature > 0,
     "data.distil.top_k": lambda recipe: recipe.data.distil.temperature > 0,
     "data.distil.greedy_share": lambda recipe: recipe.data.distil.temperature > 0,
@@ -51,7 +65,7 @@ CONDITIONAL = {
     "data.self_written.temperature": lambda recipe: recipe.data.self_written.count > 0,
     "data.self_written.top_p": lambda recipe: recipe.data.self_written.count > 0,
     "drafter.rank": lambda recipe: is_low_rank(recipe.drafter),
-    "drafter.layers": lambda recipe: distils(recipe.drafter),
+    "drafter.layers": lambda recipe: distils(recipe.drafter) or is_block(recipe.drafter),
     "drafter.embedding": lambda recipe: distils(recipe.drafter),
     "drafter.boosts": lambda recipe: distils(recipe.drafter),
     "drafter.draft_tokens": lambda recipe: not is_expanded(recipe.drafter),
