@@ -146,6 +146,11 @@ class DrafterBlock(Block):
         return ()
 
     @property
+    def heals(self) -> bool:
+        """Whether it starts from a trained drafter, which it must not end worse than."""
+        return False
+
+    @property
     def walks(self) -> bool:
         """Whether every slot ranks its guesses, so that decoding can be simulated."""
         return True
@@ -333,6 +338,11 @@ class MtpConfig(DrafterBlock):
     def trained_slots(self) -> int:
         """All of them."""
         return self.draft_tokens
+
+    @property
+    def heals(self) -> bool:
+        """From the target's own MTP layer it does."""
+        return self.start == "checkpoint"
 
 
 DrafterConfig = (
