@@ -1,9 +1,12 @@
-"""`python -m draftsmith.data RECIPE [KEY=VALUE ...] [--dry-run]`: the data stage by itself."""
+"""`python -m draftsmith.data RECIPE [KEY=VALUE ...] [--dry-run]`: the data stage by itself;
+`python -m draftsmith.data stats|inspect|merge ...`: its rows.
+"""
 
 import sys
 from collections.abc import Sequence
 
 from draftsmith.data.runner import Program, distil, run_recipe
+from draftsmith.data.tools import TOOLS
 from draftsmith.recipes.entry import guard
 
 PROGRAM = Program(
@@ -13,6 +16,8 @@ PROGRAM = Program(
 
 def main(argv: Sequence[str]) -> int:
     """The exit code."""
+    if argv[:1] and argv[0] in TOOLS:
+        return guard(lambda: TOOLS[argv[0]](argv[1:]))
     return guard(lambda: run_recipe(PROGRAM, PROGRAM.parse(argv), argv))
 
 

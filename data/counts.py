@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from math import ceil
 
-from draftsmith.data.prompts import EVALUATED, Prompt, PromptSet, Split, load_prompts
+from draftsmith.data.prompts import EVALUATED, Message, Prompt, PromptSet, Split, load_prompts
 from draftsmith.recipes.files import user_path
 from draftsmith.recipes.schema import Recipe
 
@@ -43,9 +43,12 @@ def find_overlap(asked: PromptSet | None) -> tuple[str, ...]:
 
 
 def estimate_lengths(recipe: Recipe, asked: PromptSet) -> list[int]:
-    """Tokens of every prompt, at most as many as the recipe allows; self-written ones are full."""
+    """Tokens of every prompt, at most as many as the recipe allows; self-written ones are full.
+
+    Every later turn of a conversation is a prompt too, with all answers before it.
+    """
     most = recipe.data.max_prompt_tokens
-    given = [min(estimate_length(prompt), most) for prompt in asked.prompts]
+    given = [min(length, most) for prompt in asked.prompts for length in by_turn(recipe, prompt)]
     return given + [written_length(recipe)] * recipe.data.self_written.count
 
 
@@ -55,11 +58,20 @@ def written_length(recipe: Recipe) -> int:
     return min(longest, recipe.data.max_prompt_tokens)
 
 
-def estimate_length(prompt: Prompt) -> int:
-    """Tokens of a prompt, by its characters."""
-    said = [str(message["content"]) for message in prompt.messages]
-    told = json.dumps(prompt.tools) if prompt.tools else ""
-    return ceil(len("".join([*said, told])) / CHARACTERS) + TEMPLATE_TOKENS
+def by_turn(recipe: Recipe, prompt: Prompt) -> list[int]:
+    """Tokens of a conversation up to each of the answers that it is asked for."""
+    told = [{"content": json.dumps(prompt.tools)}] if prompt.tools else []
+    lengths = [estimate_length([*prompt.messages, *told])]
+    for later in prompt.later:
+        answered = lengths[-1] + recipe.data.distil.max_new_tokens
+        lengths.append(answered + estimate_length(later))
+    return lengths
+
+
+def estimate_length(messages: Sequence[Message]) -> int:
+    """Tokens of messages, by their characters."""
+    said = "".join(str(message["content"]) for message in messages)
+    return ceil(len(said) / CHARACTERS) + TEMPLATE_TOKENS
 
 
 def estimate_tokens(recipe: Recipe, lengths: Sequence[int]) -> int:

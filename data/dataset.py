@@ -56,7 +56,7 @@ def documents_from_rows(
 def training_documents(folder: Path, config: DataConfig) -> tuple[list[Document], Counter[str]]:
     """Documents of a folder of rows, and why others were dropped; UserError when none is left."""
     rows = read_rows(folder)
-    check_complete(folder, len(rows))
+    check_complete(folder)
     documents, dropped = documents_from_rows(rows, config)
     if not documents:
         raise UserError(

@@ -9,22 +9,37 @@ that it would have met.
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from draftsmith.data.answering import Answering
 from draftsmith.data.bar import Bar
 from draftsmith.data.generate import Answer, Request, answer
-from draftsmith.data.prompts import Prompt, keyed_number, listed
+from draftsmith.data.prompts import Prompt, keyed_number, listed, next_turns
 from draftsmith.data.render import TemplateRefusal, check_template, render_prompt
-from draftsmith.data.rows import ROWS, Row, RowFile, agree_on_manifest, finished_rows
+from draftsmith.data.rows import (
+    DROPPED,
+    ROWS,
+    TURN,
+    RowFile,
+    agree_on_manifest,
+    check_drop,
+    dropped_rows,
+    finished_rows,
+    rounds,
+)
+from draftsmith.data.served import answer_served
 from draftsmith.drafters.sampler import Sampling
+from draftsmith.drafters.speaker import Speaker
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DataConfig, DistilConfig
+from draftsmith.recipes.stages import SERVED, TRANSPORT, flat
 
 
 @dataclass(frozen=True)
@@ -40,16 +55,45 @@ class DistilSummary:
 
 
 def distil(
-    target: Target, prompts: Sequence[Prompt], config: DataConfig, folder: Path, *, seed: int
+    speaker: Speaker, prompts: Sequence[Prompt], config: DataConfig, folder: Path, *, seed: int
 ) -> DistilSummary:
-    """Answer all prompts into `folder`, resuming what is there. Raises UserError."""
-    requests, dropped = make_requests(target, prompts, config, seed)
-    made, speed = answer_all(target, prompts, requests, config, folder, seed=seed)
-    return summarise(folder, dropped, made, speed)
+    """Answer all prompts into `folder`, resuming what is there. Raises UserError.
+
+    Later turns of conversations are answered after all earlier ones, each with the target's own
+    answers before it, into folders of their own.
+    """
+    requests, dropped = make_requests(speaker, prompts, config, seed)
+    made, tokens, started = 0, 0, time.perf_counter()
+    whole = config.distil.model_copy(update={"share": (1, 1)})  # later turns are of this share
+    known: set[str] = set()
+    for turn in count(2):
+        check_keys(known, prompts)
+        new = answer_all(speaker, prompts, requests, config, folder, seed=seed)
+        made, tokens = made + new[0], tokens + new[1]
+        prompts = next_turns(prompts, finished_rows(folder), turn)
+        config = config.model_copy(update={"distil": whole})
+        requests, refused = render_requests(speaker, prompts, config, seed)
+        dropped.update(refused)
+        if not requests:
+            break
+        folder = (folder if turn == 2 else folder.parent) / f"{TURN}{turn}"
+    first = folder.parent if folder.name.startswith(TURN) else folder
+    return summarise(first, dropped, made, tokens / (time.perf_counter() - started))
+
+
+def check_keys(known: set[str], prompts: Iterable[Prompt]) -> None:
+    """Keys of later turns are new ones. Remembers them; UserError for one that is taken."""
+    keys = {prompt.key for prompt in prompts}
+    if keys & known:
+        raise UserError(
+            f"data.turns: the key {min(keys & known)!r} is needed for a later turn; rename that "
+            "prompt"
+        )
+    known |= keys
 
 
 def answer_all(
-    target: Target,
+    speaker: Speaker,
     prompts: Sequence[Prompt],
     requests: Sequence[Request],
     config: DataConfig,
@@ -57,49 +101,74 @@ def answer_all(
     *,
     seed: int,
     title: str = "distil",
-) -> tuple[int, float]:
+) -> tuple[int, int]:
     """Answer prepared requests into `folder`, resuming what is there.
 
-    Returns the rows that this call made and its tokens per second. `title` names the bar.
+    Returns the rows that this call made and its tokens. `title` names the bar.
     """
-    agree_on_manifest(folder, manifest(target, requests, config, seed))
-    by_key = {prompt.key: prompt for prompt in prompts}
-    started, made, tokens, finished = time.perf_counter(), 0, 0, 0
-    with RowFile(folder / ROWS) as file, Bar(title, len(requests), "prompts") as bar:
-        for batch in plan(requests, config.distil.batch_size):
-            finished += len(batch)
-            missing = {request.key for request in batch} - file.keys
-            if not missing:
-                bar.skip(len(batch))
-                continue
-            answers = answer_within_memory(target, batch, config.distil, bar)
-            pairs = zip(batch, answers, strict=True)
-            file.append(
-                [
-                    make_row(target, by_key[request.key], request, reply, config, seed)
-                    for request, reply in pairs
-                    if request.key in missing
-                ]
-            )
-            made += len(missing)
-            fresh = sum(len(reply.ids) for reply in answers)
-            tokens += fresh
-            bar.count_tokens(fresh)
-            bar.reach(finished)
-    return made, tokens / (time.perf_counter() - started)
+    agree_on_manifest(folder, manifest(speaker, requests, config, seed))
+    first, step = config.distil.share
+    batches = plan(requests, config.distil.batch_size)[first - 1 :: step]
+    total = sum(map(len, batches))
+    with RowFile(folder / ROWS) as file, Bar(title, total, "prompts") as bar:
+        by_key = {prompt.key: prompt for prompt in prompts}
+        job = Answering(speaker, by_key, config, seed, file, bar)
+        BACKENDS[config.distil.backend](job, batches, folder)
+        return job.made, job.tokens
+
+
+def answer_here(job: Answering, batches: Sequence[Sequence[Request]], folder: Path) -> None:
+    """The transformers backend: the target answers batch by batch in this process."""
+    finished = 0
+    for batch in batches:
+        finished += len(batch)
+        if {request.key for request in batch} <= job.rows.keys:
+            job.bar.skip(len(batch))
+            continue
+        answers = answer_within_memory(job, batch)
+        job.keep(list(zip(batch, answers, strict=True)))
+        job.bar.reach(finished)
+
+
+def answer_there(job: Answering, batches: Sequence[Sequence[Request]], folder: Path) -> None:
+    """The openai backend: servers answer, every row by itself."""
+    with RowFile(folder / DROPPED, check_drop) as dropped:
+        known = job.rows.keys | dropped.keys
+        left = [one for one in chain.from_iterable(batches) if one.key not in known]
+        job.bar.skip(sum(map(len, batches)) - len(left))
+        answer_served(job, left, dropped, proven=folder.name.startswith(TURN))
+
+
+BACKENDS: dict[str, Callable[[Answering, Sequence[Sequence[Request]], Path], None]] = {
+    "transformers": answer_here,
+    "openai": answer_there,
+}
 
 
 def make_requests(
-    target: Target, prompts: Sequence[Prompt], config: DataConfig, seed: int
+    speaker: Speaker, prompts: Sequence[Prompt], config: DataConfig, seed: int
 ) -> tuple[list[Request], Counter[str]]:
     """Rendered prompts, and why others were dropped. UserError when none is left."""
-    check_template(target.tokenizer, config.thinking, name=target.name)
+    check_template(speaker.tokenizer, config.thinking, name=speaker.name)
+    requests, dropped = render_requests(speaker, prompts, config, seed)
+    if not requests:
+        raise UserError(f"{speaker.name}: no prompt is left to answer. Dropped: {listed(dropped)}")
+    longest = max(len(request.ids) for request in requests)
+    knobs = "data.max_prompt_tokens or data.distil.max_new_tokens"
+    check_room(speaker, longest + config.distil.max_new_tokens, knobs)
+    return requests, dropped
+
+
+def render_requests(
+    speaker: Speaker, prompts: Iterable[Prompt], config: DataConfig, seed: int
+) -> tuple[list[Request], Counter[str]]:
+    """Rendered prompts, and why others were dropped."""
     requests: list[Request] = []
     dropped: Counter[str] = Counter()
     for prompt in prompts:
         try:
             ids = render_prompt(
-                target.tokenizer, prompt.messages, config.thinking, tools=prompt.tools
+                speaker.tokenizer, prompt.messages, config.thinking, tools=prompt.tools
             )
         except TemplateRefusal as reason:
             dropped[str(reason)] += 1
@@ -108,11 +177,6 @@ def make_requests(
             dropped[f"prompt longer than {config.max_prompt_tokens} tokens"] += 1
             continue
         requests.append(make_request(prompt.key, ids, config.distil, seed, purpose="answer"))
-    if not requests:
-        raise UserError(f"{target.name}: no prompt is left to answer. Dropped: {listed(dropped)}")
-    longest = max(len(request.ids) for request in requests)
-    knobs = "data.max_prompt_tokens or data.distil.max_new_tokens"
-    check_room(target, longest + config.distil.max_new_tokens, knobs)
     return requests, dropped
 
 
@@ -124,13 +188,13 @@ def make_request(
     return Request(key, ids, sampling_of(key, config, seed), own_seed)
 
 
-def check_room(target: Target, needed: int, knobs: str) -> None:
+def check_room(speaker: Speaker, needed: int, knobs: str) -> None:
     """UserError when the longest prompt and its answer do not fit the model's positions."""
-    positions = target.config.to_dict().get("max_position_embeddings")
+    positions = speaker.config.to_dict().get("max_position_embeddings")
     if positions is not None and needed > positions:
         raise UserError(
-            f"{target.name} has {positions} positions and the longest prompt with its answer needs "
-            f"{needed}; lower {knobs}"
+            f"{speaker.name} has {positions} positions and the longest prompt with its answer "
+            f"needs {needed}; lower {knobs}"
         )
 
 
@@ -149,62 +213,59 @@ def plan(requests: Sequence[Request], batch_size: int) -> list[list[Request]]:
 
 
 def manifest(
-    target: Target, requests: Sequence[Request], config: DataConfig, seed: int
+    speaker: Speaker, requests: Sequence[Request], config: DataConfig, seed: int
 ) -> dict[str, Any]:
     """Everything that the rows depend on."""
-    digest = hashlib.sha256()
-    for request in sorted(requests, key=lambda request: request.key):
-        digest.update(f"{request.key}\0{request.ids}\n".encode())
     return {
-        "distil": config.distil.model_dump(mode="json"),
-        "prompts": {"count": len(requests), "sha256": digest.hexdigest()},
+        "distil": manner(config.distil),
+        "prompts": digest((request.key, request.ids) for request in requests),
         "seed": seed,
-        "target": target.fingerprint,
+        "target": speaker.fingerprint,
         "thinking": config.thinking,
     }
 
 
-def answer_within_memory(
-    target: Target, batch: Sequence[Request], config: DistilConfig, bar: Bar
-) -> list[Answer]:
+def digest(asked: Iterable[tuple[str, list[int]]]) -> dict[str, Any]:
+    """The number of prompts and what they say, in whatever order they come."""
+    found = sorted(asked)
+    said = hashlib.sha256()
+    for key, ids in found:
+        said.update(f"{key}\0{ids}\n".encode())
+    return {"count": len(found), "sha256": said.hexdigest()}
+
+
+def manner(config: DistilConfig) -> dict[str, Any]:
+    """The knobs that answers depend on, as dotted keys."""
+    here = config.backend == "transformers"
+    idle = {*TRANSPORT, *(SERVED if here else ())}
+    knobs = flat(config.model_dump(mode="json"))
+    return {key: value for key, value in knobs.items() if f"data.distil.{key}" not in idle}
+
+
+def answer_within_memory(job: Answering, batch: Sequence[Request]) -> list[Answer]:
     """Answer a batch; UserError when the device's memory does not hold it."""
-    before = bar.done
+    target, before, knobs = job.speaker, job.bar.done, job.config.distil
+    assert isinstance(target, Target), "this backend needs weights"
     try:
-        return answer(target, batch, config.max_new_tokens, lambda part: bar.reach(before + part))
+        return answer(
+            target, batch, knobs.max_new_tokens, lambda part: job.bar.reach(before + part)
+        )
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"{target.name}: {config.batch_size} answers at once do not fit the memory of "
+            f"{target.name}: {knobs.batch_size} answers at once do not fit the memory of "
             f"{target.device}; lower data.distil.batch_size"
         ) from error
 
 
-def make_row(
-    target: Target, prompt: Prompt, request: Request, reply: Answer, config: DataConfig, seed: int
-) -> Row:
-    """The row that is written: what was asked, what was said, and how it was drawn."""
-    return {
-        "key": prompt.key,
-        "category": prompt.category,
-        "messages": list(prompt.messages),
-        "tools": list(prompt.tools),
-        "prompt_ids": request.ids,
-        "response_ids": reply.ids,
-        "response": target.tokenizer.decode(reply.ids, skip_special_tokens=True),
-        "finish_reason": reply.finish_reason,
-        "temperature": request.sampling.temperature,
-        "seed": seed,
-        "thinking": config.thinking,
-    }
-
-
 def summarise(folder: Path, dropped: Counter[str], made: int, speed: float) -> DistilSummary:
-    """Count what lies in the folder."""
-    rows = finished_rows(folder).values()
+    """Count what lies in the folder, later turns included."""
+    rows = [row for one in rounds(folder) for row in finished_rows(one).values()]
+    lost = [loss["reason"] for one in rounds(folder) for loss in dropped_rows(one).values()]
     return DistilSummary(
         rows=len(rows),
         response_tokens=sum(len(row["response_ids"]) for row in rows),
         cut=sum(row["finish_reason"] == "length" for row in rows),
-        dropped=dropped,
+        dropped=dropped + Counter(lost),
         made=made,
         tokens_per_second=speed,
     )

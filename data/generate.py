@@ -32,6 +32,7 @@ class Answer:
 
     ids: list[int]
     finish_reason: Literal["stop", "length"]
+    logprobs: list[float] | None = None  # of every id, where a server told them
 
 
 @torch.inference_mode()

@@ -32,6 +32,7 @@ from draftsmith.recipes.schema import (
     DraftModelConfig,
     EvalConfig,
     MedusaConfig,
+    MtpConfig,
     Recipe,
 )
 
@@ -81,7 +82,7 @@ def make_plan(recipe: Recipe) -> Plan:
         tokens=tokens,
         steps=steps,
         training=estimate_memory(recipe, shape, trained),
-        answering=answering_memory(recipe, shape, longest),
+        answering={} if recipe.data.distil.urls else answering_memory(recipe, shape, longest),
         memory_total=device_memory(recipe),
         disk=estimate_disk(recipe, shape, trained, tokens or 0),
         disk_free=free_disk(run_folder(recipe)),
@@ -101,7 +102,17 @@ def check_steps(recipe: Recipe) -> None:
             f"data.max_prompt_tokens: {data.max_prompt_tokens} leaves no room for an answer in "
             f"rows of data.max_length ({data.max_length}); lower the first or raise the second"
         )
-    written = data.self_written
+    written, distil = data.self_written, data.distil
+    if written.count and distil.backend == "openai" and distil.server.api == "chat":
+        raise UserError(
+            "data.self_written.count: servers that are asked by chat write no user turns; set it "
+            "to 0, or data.distil.server.api: completions"
+        )
+    if written.count and distil.share != (1, 1):
+        raise UserError(
+            "data.self_written.count: prompts that are written in shares would not be the same on "
+            "every machine; set it to 0, or distil.share: [1, 1]"
+        )
     if written.count and written.max_new_tokens >= data.max_prompt_tokens:
         raise UserError(
             f"data.self_written.max_new_tokens: turns of {written.max_new_tokens} tokens leave no "
@@ -165,6 +176,7 @@ def check_drafter(drafter: DrafterConfig, shape: TargetShape, name: str) -> None
     match drafter:
         case (
             MedusaConfig(draft_vocab=int(rows))
+            | MtpConfig(draft_vocab=int(rows))
             | DraftModelConfig(draft_vocab=int(rows))
             | DFlashConfig(draft_vocab=int(rows))
         ) if rows > shape.vocab_size:
@@ -176,6 +188,11 @@ def check_drafter(drafter: DrafterConfig, shape: TargetShape, name: str) -> None
             raise UserError(
                 f"drafter.rank: {rank} is more than the hidden size of {name} "
                 f"({shape.hidden_size}), a low rank is less"
+            )
+        case MtpConfig() if not shape.layer_parameters:
+            raise UserError(
+                f"drafter.kind: {name} has no stack of layers that an mtp block could be made of; "
+                "take another kind"
             )
         case DFlashConfig():
             check_block_drafter(drafter, shape, name)
@@ -339,6 +356,15 @@ def parts(sizes: dict[str, int]) -> list[tuple[str, str]]:
     return [("", f"{size(count):>10}  {part}") for part, count in sizes.items()]
 
 
+def answering_lines(plan: Plan, recipe: Recipe) -> list[tuple[str, str]]:
+    """What answering the prompts takes here, or who does it instead."""
+    if not plan.answering:
+        return [("answers", f"from {', '.join(recipe.data.distil.urls)}")]
+    knob = "data.distil.batch_size"
+    needed = peak(plan, plan.answering, "for a batch of answers", knob)
+    return [("memory", needed), *parts(plan.answering)]
+
+
 def render(plan: Plan, recipe: Recipe) -> str:
     """The plan as text."""
     step = "a training step" if recipe.drafter.trained_slots else "use"
@@ -357,9 +383,8 @@ def render(plan: Plan, recipe: Recipe) -> str:
         ),
         ("tokens", at_most + number(plan.tokens)),
         ("steps", at_most + number(plan.steps)),
-        ("memory", peak(plan, plan.answering, "for a batch of answers", "data.distil.batch_size")),
-        *parts(plan.answering),
-        ("", peak(plan, plan.training, f"for {step}", "train.rows_per_micro_batch")),
+        *answering_lines(plan, recipe),
+        ("memory", peak(plan, plan.training, f"for {step}", "train.rows_per_micro_batch")),
         *parts(plan.training),
         ("disk", f"about {size(whole)}, {size(plan.disk_free)} are free"),
         *parts(plan.disk),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.data import starter
+from draftsmith.data.overlap import Runs
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import user_path
 from draftsmith.recipes.schema import DataConfig
@@ -25,6 +26,7 @@ Row = tuple[str, Mapping[str, Any]]
 _OUTER = re.compile(r"^\W+|\W+$")
 FIELDS = ("messages", "conversations", "prompt", "turns")  # what holds the conversation
 KEY_FIELDS = ("key", "id", "question_id")
+NEAR_WORDS = 8  # of a run by which near duplicates are told, where no other number is given
 EVALUATED = "copy of an evaluation prompt"  # why a training prompt is dropped
 KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # of a message, beside its text
 ROLES = {
@@ -50,6 +52,7 @@ class Prompt:
     category: str
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
+    later: tuple[tuple[Message, ...], ...] = ()  # what follows each of the target's answers
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,13 @@ def load_prompts(
     train = split == "train"
     source = config.prompts if train else config.eval_prompts
     rows = _rows_of(source, split=split, part=config.split if train else config.eval_split)
+    rules = Rules(evaluated)
     if train and config.grow:
         rows = chain(rows, _numbered("grown", starter.grow(config.grow, seed)))
-    found = collect(rows, evaluated)
+    if train:
+        every = config.turns == "all"
+        rules = Rules(evaluated, config.overlap_words, config.near_duplicates, every=every)
+    found = collect(rows, rules)
     if not found.prompts:
         raise UserError(f"{source}: no prompt is left. Dropped: {listed(found.dropped)}")
     if train and config.limit is not None:
@@ -99,36 +106,106 @@ def repeat(prompts: Sequence[Prompt], answers: int) -> list[Prompt]:
     return [*prompts, *copies]
 
 
-def collect(rows: Iterable[Row], evaluated: Sequence[Prompt] = ()) -> PromptSet:
-    """Rows of any accepted form as prompts; repeated ones and copies of `evaluated` are dropped."""
-    forbidden = {question(prompt.messages) for prompt in evaluated}
+@dataclass(frozen=True)
+class Rules:
+    """What keeps a prompt out, beside being unusable."""
+
+    evaluated: Sequence[Prompt] = ()  # copies of these are dropped
+    overlap_words: int = 0  # in a row that make a copy; 0: only the whole question does
+    near_duplicates: float | None = None  # share of runs that earlier prompts have
+    every: bool = False  # whether every turn of a conversation is asked for, not the last alone
+
+
+def collect(rows: Iterable[Row], rules: Rules | None = None) -> PromptSet:
+    """Rows of any accepted form as prompts; repeated ones and copies are dropped."""
+    rules = rules or Rules()
+    sieve = Sieve(rules)
     prompts: list[Prompt] = []
     dropped: Counter[str] = Counter()
-    keys: set[str] = set()
-    contents: set[str] = set()
     for where, row in rows:
         try:
-            prompt = _prompt(where, row)
+            prompt = _prompt(where, row, every=rules.every)
+            sieve.take(prompt)
         except Unusable as reason:
             dropped[str(reason)] += 1
-            continue
-        content = content_key(prompt.messages, prompt.tools)
-        if content in contents:
-            dropped["duplicate"] += 1
-        elif prompt.key in keys:
-            dropped["id of another prompt"] += 1
-        elif question(prompt.messages) in forbidden:
-            dropped[EVALUATED] += 1
         else:
             prompts.append(prompt)
-            keys.add(prompt.key)
-            contents.add(content)
     return PromptSet(prompts, dropped)
 
 
+class Sieve:
+    """Keeps prompts that are new, and no copies of evaluation prompts."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.forbidden = {question(prompt.messages) for prompt in rules.evaluated}
+        self.held_out = Runs(rules.overlap_words, user_texts(rules.evaluated))
+        near = rules.near_duplicates is not None
+        self.earlier = Runs((rules.overlap_words or NEAR_WORDS) if near else 0)
+        self.keys: set[str] = set()
+        self.contents: set[str] = set()
+
+    def take(self, prompt: Prompt) -> None:
+        """Remember a prompt. Raises Unusable where it is not to be kept."""
+        content = content_key(whole(prompt), prompt.tools)
+        if content in self.contents:
+            raise Unusable("duplicate")
+        if prompt.key in self.keys:
+            raise Unusable("id of another prompt")
+        said = user_texts([prompt])
+        if question(prompt.messages) in self.forbidden or any(map(self.held_out.touches, said)):
+            raise Unusable(EVALUATED)
+        text = "\n".join(said)
+        if self.earlier.count and self.earlier.share(text) >= (self.rules.near_duplicates or 1.0):
+            raise Unusable("near duplicate")
+        self.earlier.add(text)
+        self.keys.add(prompt.key)
+        self.contents.add(content)
+
+
+def whole(prompt: Prompt) -> list[Message]:
+    """All that a conversation holds without the answers that are asked for."""
+    return [*prompt.messages, *chain.from_iterable(prompt.later)]
+
+
+def user_texts(prompts: Iterable[Prompt]) -> list[str]:
+    """What users say in these conversations."""
+    return [
+        message["content"]
+        for prompt in prompts
+        for message in whole(prompt)
+        if message["role"] == "user"
+    ]
+
+
+def next_turns(
+    prompts: Iterable[Prompt], rows: Mapping[str, Mapping[str, Any]], turn: int
+) -> list[Prompt]:
+    """The conversations that go on to a turn (2 on), with the answers in `rows` (by key).
+
+    Those whose answer is missing or was cut end there.
+    """
+    found = []
+    for prompt in prompts:
+        row = rows.get(prompt.key)
+        if not prompt.later or row is None or row["finish_reason"] != "stop":
+            continue
+        base = prompt.key if turn == 2 else prompt.key.removesuffix(f" (turn {turn - 1})")
+        answer: Message = {"role": "assistant", "content": row["response"]}
+        found.append(
+            replace(
+                prompt,
+                key=f"{base} (turn {turn})",
+                messages=(*prompt.messages, answer, *prompt.later[0]),
+                later=prompt.later[1:],
+            )
+        )
+    return found
+
+
 def first_key(key: str) -> str:
-    """The key of a prompt's first answer, from the key of any."""
-    return re.sub(r" \(answer [0-9]+\)$", "", key)
+    """The key of a prompt's first answer, from the key of any, of whatever turn."""
+    return re.sub(r"( \(answer [0-9]+\))?( \(turn [0-9]+\))?$", "", key)
 
 
 def draw(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
@@ -231,13 +308,15 @@ def _data_set(source: str, path: Path, part: str) -> Iterable[Mapping[str, Any]]
     return rows
 
 
-def _prompt(where: str, row: Mapping[str, Any]) -> Prompt:
-    messages, tools = _until_answer(_messages(where, row)), _tools(where, row.get("tools"))
+def _prompt(where: str, row: Mapping[str, Any], *, every: bool = False) -> Prompt:
+    said, tools = _messages(where, row, every=every), _tools(where, row.get("tools"))
+    messages, later = _turns(said) if every else (_until_answer(said), ())
     given = next((row[field] for field in KEY_FIELDS if row.get(field) is not None), None)
     category = row.get("category")
-    _check_unicode([given, category, messages, tools])
-    key = content_key(messages, tools) if given is None else str(given)
-    return Prompt(key, category if isinstance(category, str) else "uncategorised", messages, tools)
+    _check_unicode([given, category, messages, tools, later])
+    source = category if isinstance(category, str) else "uncategorised"
+    prompt = Prompt("" if given is None else str(given), source, messages, tools, later)
+    return replace(prompt, key=content_key(whole(prompt), tools)) if given is None else prompt
 
 
 def _check_unicode(values: object) -> None:
@@ -250,7 +329,7 @@ def _check_unicode(values: object) -> None:
         raise Unusable("nested too deep") from error
 
 
-def _messages(where: str, row: Mapping[str, Any]) -> list[Message]:
+def _messages(where: str, row: Mapping[str, Any], *, every: bool) -> list[Message]:
     field = next((name for name in FIELDS if row.get(name) is not None), None)
     if field is None and not any(name in row for name in FIELDS):
         raise UserError(
@@ -258,8 +337,12 @@ def _messages(where: str, row: Mapping[str, Any]) -> list[Message]:
             f"a prompt is in one of {', '.join(map(repr, FIELDS))}"
         )
     value = row[field] if field is not None else []
-    if field == "turns":  # a list of user turns; only the first one needs no answer before it
-        value = value[0] if isinstance(value, list) and value else value
+    if field == "turns" and isinstance(value, list):
+        # A list of user turns; only the first one needs no answer before it.
+        texts = value[: None if every else 1]
+        if texts and all(isinstance(text, str) for text in texts):
+            return [{"role": "user", "content": text} for text in texts]
+        value = value[0] if value else value
     if isinstance(value, str) and field in ("prompt", "turns"):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list):
@@ -320,6 +403,26 @@ def _until_answer(messages: list[Message]) -> tuple[Message, ...]:
     ):
         raise Unusable("empty prompt")
     return tuple(messages[:end])
+
+
+def _turns(messages: list[Message]) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
+    """What stands before the first answer, and what follows each of the answers.
+
+    Answers are left out: the target gives its own. A tool's result belongs to the call that was
+    made, so the conversation ends before it; two user turns in a row have an answer between them.
+    """
+    groups: list[list[Message]] = [[]]
+    for message in messages:
+        if message["role"] == "tool":
+            break
+        asked = bool(groups[-1]) and groups[-1][-1]["role"] == "user"
+        if asked and message["role"] in ("assistant", "user"):
+            groups.append([])
+        if message["role"] != "assistant":
+            groups[-1].append(message)
+    groups = [group for group in groups if group and group[-1]["role"] == "user"]
+    first = _until_answer(groups[0] if groups else [])
+    return first, tuple(map(tuple, groups[1:]))
 
 
 def listed(dropped: Counter[str]) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -12,17 +12,18 @@ from draftsmith.recipes.files import write_text
 from draftsmith.recipes.stages import flat
 
 Row = dict[str, Any]
-ROWS, MANIFEST = "rows.jsonl", "manifest.json"
+ROWS, DROPPED, MANIFEST = "rows.jsonl", "dropped.jsonl", "manifest.json"
+TURN = "turn_"  # and a number: the folder of later turns, in that of the first ones
 TEXTS, IDS, FINISHES = ("key", "category"), ("prompt_ids", "response_ids"), ("stop", "length")
 
 
 class RowFile:
-    """The file of rows, open for appending by one process.
+    """A file of keyed rows, open for appending by one process.
 
     A line that a killed process left unfinished is cut off on opening; its row is made again.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, check: Callable[[Any], None] | None = None) -> None:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,7 +31,7 @@ class RowFile:
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror})") from error
         _lock(self.file.fileno(), path)
-        rows, whole = _whole_lines(path)
+        rows, whole = _whole_lines(path, check or check_row)
         self.file.truncate(whole)
         self.keys = {row["key"] for row in rows}
 
@@ -63,37 +64,54 @@ class RowFile:
         self.file.close()
 
 
+def rounds(folder: Path) -> list[Path]:
+    """The folder of first answers, and those of later turns of the same conversations."""
+    later = [path for path in folder.glob(f"{TURN}*") if path.name.removeprefix(TURN).isdecimal()]
+    return [folder, *sorted(later, key=lambda path: int(path.name.removeprefix(TURN)))]
+
+
 def read_rows(folder: Path) -> list[Row]:
-    """Rows in the order of their keys; UserError when there are none."""
-    rows = finished_rows(folder)
+    """Rows of all turns in the order of their keys; UserError when there are none."""
+    rows = {key: row for one in rounds(folder) for key, row in finished_rows(one).items()}
     if not rows:
         raise UserError(f"{folder}: holds no distilled rows; run the data stage first")
     return [rows[key] for key in sorted(rows)]
 
 
 def finished_rows(folder: Path) -> dict[str, Row]:
-    """Rows by key; the file may be growing."""
-    path = folder / ROWS
-    return {row["key"]: row for row in _whole_lines(path)[0]} if path.is_file() else {}
+    """Rows of one round by key; the file may be growing."""
+    return _by_key(folder / ROWS, check_row)
 
 
-def check_complete(folder: Path, there: int) -> None:
+def dropped_rows(folder: Path) -> dict[str, Row]:
+    """Why prompts that were asked have no row, by key."""
+    return _by_key(folder / DROPPED, check_drop)
+
+
+def check_complete(folder: Path) -> None:
     """UserError when fewer rows are there than the manifest counts.
 
-    Its count is exact: prompts are dropped before it is written, and each of the others has a row.
+    Its count is exact: each of its prompts has a row, or says in DROPPED why it has none.
     """
-    count = read_manifest(folder)["prompts"]["count"]
-    if there < count:
-        raise UserError(
-            f"{folder}: {count - there} of {count} rows are missing; run `draftsmith data` again, "
-            "which makes them"
-        )
+    for one in rounds(folder):
+        count, missing = read_manifest(one)["prompts"]["count"], count_missing(one)
+        if missing > 0:
+            raise UserError(
+                f"{one}: {missing} of {count} rows are missing; run `draftsmith data` again, which "
+                "makes them (rows of other machines join them by `draftsmith data merge`)"
+            )
+
+
+def count_missing(folder: Path) -> int:
+    """Rows of one round that its manifest counts and that are not there."""
+    there = len(finished_rows(folder)) + len(dropped_rows(folder))
+    return int(read_manifest(folder)["prompts"]["count"]) - there
 
 
 def lacks_rows(folder: Path) -> bool:
     """Whether rows that were made are no longer there."""
-    known = (folder / MANIFEST).is_file()
-    return known and len(finished_rows(folder)) < read_manifest(folder)["prompts"]["count"]
+    known = [one for one in rounds(folder) if (one / MANIFEST).is_file()]
+    return any(count_missing(one) > 0 for one in known)
 
 
 def agree_on_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -156,7 +174,18 @@ def check_row(row: Any) -> None:
         raise ValueError("finish_reason or temperature is not what it may be")
 
 
-def _whole_lines(path: Path) -> tuple[list[Row], int]:
+def check_drop(row: Any) -> None:
+    """Raises ValueError for what is no record of a dropped row."""
+    names = ("key", "category", "reason", "detail")
+    if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in names):
+        raise ValueError(f"one of {', '.join(names)} is no text")
+
+
+def _by_key(path: Path, check: Callable[[Any], None]) -> dict[str, Row]:
+    return {row["key"]: row for row in _whole_lines(path, check)[0]} if path.is_file() else {}
+
+
+def _whole_lines(path: Path, check: Callable[[Any], None]) -> tuple[list[Row], int]:
     """The rows of all complete lines, and the bytes they take; a cut last line is left out."""
     rows: list[Row] = []
     whole = 0
@@ -171,7 +200,7 @@ def _whole_lines(path: Path) -> tuple[list[Row], int]:
                 break
             raise _damaged(path, number, error) from error
         try:
-            check_row(row)
+            check(row)
         except ValueError as error:
             raise _damaged(path, number, error) from error
         rows.append(row)

@@ -5,7 +5,6 @@ the user would speak goes on as a user. A turn is made like an answer, by the ma
 it is the answer to a conversation without messages. Turns that are no usable prompt are dropped.
 """
 
-import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,20 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.distill import answer_all, check_room, make_request
-from draftsmith.data.prompts import EVALUATED, Prompt, PromptSet, Unusable, normalised
+from draftsmith.data.overlap import WORD, Runs
+from draftsmith.data.prompts import EVALUATED, Prompt, PromptSet, Unusable, normalised, user_texts
 from draftsmith.data.render import encode, render_text
 from draftsmith.data.rows import Row, read_rows
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.speaker import Speaker
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import DataConfig, DistilConfig
+from draftsmith.recipes.schema import DataConfig
 
 CATEGORY = "self-written"
 MARK = "The-words-of-the-user"  # stands for them when the template is asked
 FEWEST_WORDS, FEWEST_CHARACTERS = 3, 12
 SHARED_WORDS = 8  # that many in a row make a copy of an evaluation prompt
-
-_CJK = "\u3041-\u30ff\u3400-\u9fff"  # kana and Chinese characters: a word each, none has spaces
-_WORD = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+")
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class Opening:
     end: int
 
 
-def find_opening(target: Target, thinking: bool | None) -> Opening:
+def find_opening(target: Speaker, thinking: bool | None) -> Opening:
     """The opening of a conversation by the target's template. Raises UserError where it has none.
 
     The end token must be one that generation stops at, or no turn would end.
@@ -67,19 +64,15 @@ def find_opening(target: Target, thinking: bool | None) -> Opening:
 
 
 def write_turns(
-    target: Target, opening: Opening, config: DataConfig, folder: Path, *, seed: int
+    target: Speaker, opening: Opening, config: DataConfig, folder: Path, *, seed: int
 ) -> list[Row]:
     """Sample the user turns into `folder`, resuming what is there; all of them, by key."""
     written = config.self_written
     check_room(
         target, len(opening.ids) + written.max_new_tokens, "data.self_written.max_new_tokens"
     )
-    manner = DistilConfig(
-        max_new_tokens=written.max_new_tokens,
-        temperature=written.temperature,
-        top_p=written.top_p,
-        batch_size=config.distil.batch_size,
-    )
+    knobs = {name: getattr(written, name) for name in ("max_new_tokens", "temperature", "top_p")}
+    manner = config.distil.model_copy(update={**knobs, "top_k": 0, "greedy_share": 0.0})
     turns = [Prompt(f"self-{i:06d}", CATEGORY, ()) for i in range(1, written.count + 1)]
     # Not the random numbers of the answer: it must be drawn independently of its prompt.
     requests = [
@@ -103,7 +96,7 @@ class Sieve:
         self.keys = {prompt.key for prompt in training}  # a user's own may look like these
         self.known = set(map(normalised, user_texts(training)))
         self.held_out = set(map(normalised, user_texts(evaluation)))
-        self.held_out_runs = set().union(*map(runs_of_words, user_texts(evaluation)))
+        self.held_out_runs = Runs(SHARED_WORDS, user_texts(evaluation))
 
     def sift(self, rows: Iterable[Row]) -> PromptSet:
         """The turns as prompts, and why others were dropped."""
@@ -135,7 +128,7 @@ class Sieve:
     def check_new(self, key: str, text: str) -> None:
         """Raises Unusable for what is known, or held out for evaluation."""
         plain = normalised(text)
-        if plain in self.held_out or self.held_out_runs & runs_of_words(text):
+        if plain in self.held_out or self.held_out_runs.touches(text):
             raise Unusable(EVALUATED)
         if plain in self.known:
             raise Unusable("duplicate")
@@ -147,7 +140,7 @@ def check_wording(text: str) -> None:
     """Raises Unusable for what is no request in words."""
     if "\ufffd" in text:
         raise Unusable("undecodable text")
-    if len(text) < FEWEST_CHARACTERS or len(_WORD.findall(text)) < FEWEST_WORDS:
+    if len(text) < FEWEST_CHARACTERS or len(WORD.findall(text)) < FEWEST_WORDS:
         raise Unusable(f"fewer than {FEWEST_WORDS} words or {FEWEST_CHARACTERS} characters")
     kinds = [" " if one.isspace() else unicodedata.category(one) for one in text]
     if {"Cc", "Cn", "Co"} & set(kinds):
@@ -155,19 +148,3 @@ def check_wording(text: str) -> None:
     # Marks (M) are the vowels of many scripts.
     if sum(kind[0] in "LM " for kind in kinds) < 0.5 * len(kinds):
         raise Unusable("mostly no letters")
-
-
-def user_texts(prompts: Iterable[Prompt]) -> list[str]:
-    """What users say in these conversations."""
-    return [
-        message["content"]
-        for prompt in prompts
-        for message in prompt.messages
-        if message["role"] == "user"
-    ]
-
-
-def runs_of_words(text: str) -> set[tuple[str, ...]]:
-    """Every run of SHARED_WORDS words, without case and punctuation."""
-    words = _WORD.findall(text.casefold())
-    return {tuple(words[i : i + SHARED_WORDS]) for i in range(len(words) - SHARED_WORDS + 1)}

@@ -9,6 +9,8 @@ from draftsmith.data.distill import distil
 from draftsmith.data.prompts import Prompt, listed, load_prompts
 from draftsmith.data.render import check_template, sample_text
 from draftsmith.data.self_written import Sieve, find_opening, write_turns
+from draftsmith.data.show import write_left_out
+from draftsmith.drafters.speaker import Speaker, describe_speaker
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.schema import Recipe
 
@@ -24,24 +26,31 @@ def prepare(recipe: Recipe, run: Path) -> None:
     evaluated = load_prompts(recipe.data, split="test", seed=recipe.seed).prompts
     prompts = load_prompts(recipe.data, split="train", seed=recipe.seed, evaluated=evaluated)
     tell_dropped("prompts", prompts.dropped)
-    target = Target.load(recipe.target)
+    served = recipe.data.distil.backend == "openai"
+    target = describe_speaker(recipe.target) if served else Target.load(recipe.target)
     asked = prompts.prompts
     if recipe.data.self_written.count:
         asked = asked + self_written(target, recipe, asked, evaluated, run / "self_written")
     summary = distil(target, asked, recipe.data, run / "rows", seed=recipe.seed)
+    write_left_out(run / "rows", prompts.dropped)
     tell_dropped("prompts", summary.dropped)
     speed = f", {summary.tokens_per_second:,.0f} tokens/s" if summary.made else ""
     print(
         f"{summary.rows:,} answers, {summary.response_tokens:,} tokens, "
         f"{summary.cut:,} cut by data.distil.max_new_tokens{speed}"
     )
+    first, shares = recipe.data.distil.share
+    if shares > 1:
+        folder = run / "rows"
+        print(f"share {first} of {shares}; join all by `draftsmith data merge OUT {folder} ...`")
+        return
     documents, dropped = training_documents(run / "rows", recipe.data)
     tell_dropped("rows", dropped)
     print(describe(documents, target))
 
 
 def self_written(
-    target: Target,
+    target: Speaker,
     recipe: Recipe,
     training: list[Prompt],
     evaluated: list[Prompt],
@@ -59,7 +68,7 @@ def self_written(
     return found.prompts
 
 
-def describe(documents: list[Document], target: Target) -> str:
+def describe(documents: list[Document], target: Speaker) -> str:
     """A sample of what will be trained on, and how much of everything is supervised."""
     sample = min(documents, key=lambda document: len(document.ids))
     tokens = sum(len(document.ids) for document in documents)

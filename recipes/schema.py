@@ -6,6 +6,7 @@ Blocks are frozen and refuse unknown keys; `recipes/load.py` says errors in one 
 from itertools import accumulate
 from operator import mul
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -32,8 +33,28 @@ class TargetConfig(Block):
     trust_remote_code: bool = False
 
 
+class ServerConfig(Block):
+    """How servers are asked, with `distil.backend: openai`."""
+
+    model: Text | None = None  # its name there; None: the target's, or the only one that is served
+    # `completions`: the prompt as we render it; `chat`: messages, which the server renders
+    api: Literal["completions", "chat"] = "completions"
+    key_variable: Text = "DRAFTSMITH_API_KEY"  # environment variable that holds the API key, if any
+    concurrency: Annotated[int, Field(ge=1, le=4096)] = 32  # requests in flight, per server
+    timeout: Annotated[float, Field(gt=0.0)] = 600.0  # seconds that an answer may take
+    tries: Positive = 5  # of a prompt that servers fail at, before it is dropped
+    patience: Annotated[float, Field(ge=0.0)] = 600.0  # seconds without any server before giving up
+
+
 class DistilConfig(Block):
     """How the target answers the prompts (its answers are the training data)."""
+
+    # `openai`: servers with its API (vLLM, SGLang, TGI, `transformers serve`) answer in our place
+    backend: Literal["transformers", "openai"] = "transformers"
+    urls: tuple[Text, ...] = ()  # of these servers, such as http://localhost:8000/v1
+    server: ServerConfig = ServerConfig()
+    # [i, n]: only the i-th of n shares of the prompts; `draftsmith data merge` joins them
+    share: tuple[Positive, Positive] = (1, 1)
 
     max_new_tokens: Positive = 256
     temperature: Annotated[float, Field(ge=0.0)] = 0.0  # 0: greedy
@@ -41,6 +62,24 @@ class DistilConfig(Block):
     top_k: Annotated[int, Field(ge=0)] = 0  # 0: off
     greedy_share: Fraction = 0.0  # with temperature > 0: share of the prompts answered greedily
     batch_size: Positive = 64
+
+    @model_validator(mode="after")
+    def check_servers(self) -> Self:
+        """Servers are named where they are asked, and their addresses hold no secrets."""
+        if (self.backend == "openai") != bool(self.urls):
+            raise ValueError("urls: give them with backend: openai, and only then")
+        for url in self.urls:
+            found = urlsplit(url)
+            if found.scheme not in ("http", "https") or not found.hostname or found.fragment:
+                raise ValueError(f"urls: {url!r} is no address such as http://localhost:8000/v1")
+            if found.query or "@" in found.netloc:
+                raise ValueError(
+                    "urls: an address may hold no password and no query, for recipes are kept in "
+                    "files; put the API key into the environment (distil.server.key_variable)"
+                )
+        if self.share[0] > self.share[1]:
+            raise ValueError(f"share: there is no share {self.share[0]} of {self.share[1]}")
+        return self
 
 
 class SelfWrittenConfig(Block):
@@ -66,6 +105,12 @@ class DataConfig(Block):
     grow: Annotated[int, Field(ge=0)] = 0  # prompts that the seeded offline generator adds
     limit: Positive | None = None  # at most this many training prompts, drawn by the seed
     answers: Positive = 1  # answers to each of them, sampled: for prompts that are few but good
+    # of a conversation: `last`, the answer to its end; `all`, every turn anew on the answers so far
+    turns: Literal["last", "all"] = "last"
+    # words in a row that make a training prompt a copy of an evaluation prompt; 0: only whole ones
+    overlap_words: Annotated[int, Field(ge=0)] = 13
+    # share of such runs that earlier prompts hold, from which on one is dropped; None: none is
+    near_duplicates: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     self_written: SelfWrittenConfig = SelfWrittenConfig()
     thinking: bool | None = None  # passed to the template as `enable_thinking`; None: not passed
     max_prompt_tokens: Positive = 1024
@@ -99,6 +144,11 @@ class DrafterBlock(Block):
     def shape(self) -> tuple[int, ...]:
         """Children of every node, by depth, where that is fixed; empty: held-out answers choose."""
         return ()
+
+    @property
+    def heals(self) -> bool:
+        """Whether it starts from a trained drafter, which it must not end worse than."""
+        return False
 
     @property
     def walks(self) -> bool:
@@ -258,7 +308,46 @@ class DFlashConfig(DrafterBlock):
         return self.block_size - 1
 
 
-DrafterConfig = MedusaConfig | DraftModelConfig | DFlashConfig | PromptLookupConfig | NgramConfig
+class MtpConfig(DrafterBlock):
+    """Multi-token prediction (DeepSeek-V3, 2412.19437, section 2.2): a decoder layer of the
+    target's own kind reads the target's state and the next token, and then its own states.
+    """
+
+    kind: Literal["mtp"]
+    draft_tokens: Annotated[int, Field(ge=1, le=16)] = 3  # K (FastMTP, 2509.18362)
+    # last_layer: the block starts as the target's last layer of full attention. random: as new.
+    # checkpoint: as the MTP layer that comes with the target's weights (healing, 2604.12374)
+    start: Literal["last_layer", "random", "checkpoint"] = "last_layer"
+    # what a slot after the first learns from. teacher: the text's tokens, its own states.
+    # on_policy: its own likeliest tokens, its own states. mixed: the text's tokens; states drawn
+    # evenly from the target's and those of all earlier slots (Megatron's hidden-state mixing).
+    recursion: Literal["teacher", "on_policy", "mixed"] = "teacher"
+    order: Literal["embedding_first", "hidden_first"] = "embedding_first"  # into the projection
+    recycles: Literal["post_norm", "pre_norm"] = "post_norm"  # its own state that a slot reads
+    position_shift: Literal[0, -1] = (
+        0  # of a slot's rotary position from that of the token it reads
+    )
+    draft_vocab: Positive | None = None  # rows of the head that drafts may use; None: all
+
+    @property
+    def depth(self) -> int:
+        """K, the slots."""
+        return self.draft_tokens
+
+    @property
+    def trained_slots(self) -> int:
+        """All of them."""
+        return self.draft_tokens
+
+    @property
+    def heals(self) -> bool:
+        """From the target's own MTP layer it does."""
+        return self.start == "checkpoint"
+
+
+DrafterConfig = (
+    MedusaConfig | MtpConfig | DraftModelConfig | DFlashConfig | PromptLookupConfig | NgramConfig
+)
 
 
 class ObjectiveConfig(Block):

@@ -25,6 +25,20 @@ COSMETIC = (
 )
 # and these only the order in which numbers are added up: a run may go on with others.
 ROUNDING = ("train.rows_per_micro_batch", "train.chunk", "train.feature_cache", "target.device")
+# Where answers come from and how patiently, not what they are,
+TRANSPORT = (
+    "data.distil.urls",
+    "data.distil.share",
+    "data.distil.server.key_variable",
+    "data.distil.server.concurrency",
+    "data.distil.server.timeout",
+    "data.distil.server.tries",
+    "data.distil.server.patience",
+)
+# what says nothing unless servers are asked.
+SERVED = ("data.distil.backend", "data.distil.server.model", "data.distil.server.api")
+# Runs that are older than these knobs say nothing of them; their prompts are told by the manifest.
+YOUNG = ("data.turns", "data.overlap_words", "data.near_duplicates")
 
 # The prompts of the report, which only it reads; and the data stage, to keep self-written prompts
 # apart from them.
@@ -50,6 +64,9 @@ ROWS = (
     "data.grow",
     "data.limit",
     "data.answers",
+    "data.turns",
+    "data.overlap_words",
+    "data.near_duplicates",
     "data.thinking",
 )
 DATA = Stage(
@@ -87,8 +104,10 @@ def depends(recipe: Recipe, stage: Stage, key: str) -> bool:
         return False
     if key in EVALUATION and stage == DATA:
         return written
+    if key in SERVED and recipe.data.distil.backend == "transformers":
+        return False
     named = any(key == part or key.startswith(f"{part}.") for part in stage.keys)
-    return named and key not in (*COSMETIC, *ROUNDING, *stage.but)
+    return named and key not in (*COSMETIC, *ROUNDING, *TRANSPORT, *stage.but)
 
 
 def flat(block: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -126,7 +145,8 @@ def is_finished(recipe: Recipe, run: Path, stage: Stage) -> bool:
         for key, value in known["settings"].items()
         if key.removeprefix("contents of ") not in stage.but  # older markers may name these
     }
-    differences = compare(then, settings(recipe, stage))
+    now = {k: v for k, v in settings(recipe, stage).items() if k in then or k not in YOUNG}
+    differences = compare(then, now)
     if differences:
         raise UserError(
             f"{here[0]} was made with other settings ({'; '.join(differences)}); "

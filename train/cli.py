@@ -1,10 +1,13 @@
-"""The command line: `draftsmith run|data|train|eval RECIPE [KEY=VALUE ...] [--dry-run]`."""
+"""The command line: `draftsmith run|data|train|eval RECIPE [KEY=VALUE ...] [--dry-run]`, and
+`draftsmith data stats|inspect|merge`.
+"""
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from draftsmith.data.runner import Program, Work, distil, run_recipe
+from draftsmith.data.tools import TOOLS
 from draftsmith.recipes.entry import Arguments, guard
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import user_path
@@ -12,7 +15,7 @@ from draftsmith.recipes.schema import Recipe
 
 COMMANDS = {
     "run": "all stages; what is finished is skipped",
-    "data": "let the target answer the prompts",
+    "data": "let the target answer the prompts; see also data stats, inspect, merge --help",
     "train": "train the drafter on the answers",
     "eval": "decode, measure, report; takes a recipe or a drafter's folder",
 }
@@ -26,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command(argv: Sequence[str]) -> None:
     """Do what the command line says."""
+    if argv[:1] == ["data"] and argv[1:2] and argv[1] in TOOLS:
+        return TOOLS[argv[1]](argv[2:])
     program = Program("draftsmith", COMMANDS, WORK)
     arguments = program.parse(argv)
     if arguments.command == "eval" and user_path(arguments.recipe).is_dir():

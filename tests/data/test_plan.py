@@ -22,7 +22,7 @@ from draftsmith.drafters.methods import build, trainable
 from draftsmith.drafters.target import TargetShape, describe, shape_of
 from draftsmith.recipes.entry import run_folder
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import DFlashConfig, MedusaConfig, Recipe, TargetConfig
+from draftsmith.recipes.schema import DFlashConfig, MedusaConfig, MtpConfig, Recipe, TargetConfig
 from tests.tiny import tiny_target
 
 GIGABYTE = 1 << 30
@@ -86,6 +86,13 @@ def test_trained_parameters_are_those_of_the_real_heads(
 def test_parameters_of_a_block_drafter_are_counted_from_shapes_alone(taps: tuple[int, ...]) -> None:
     target = tiny_target(layers=5)
     config = DFlashConfig(kind="dflash", layers=2, taps=taps)
+    real = sum(parameter.numel() for parameter in trainable(build(config, target, None)).values())
+    assert trained_parameters(config, shape_of(target.model.config, "x")) == real
+
+
+def test_parameters_of_an_mtp_block_are_counted_from_shapes_alone() -> None:
+    target = tiny_target(layers=3)
+    config = MtpConfig(kind="mtp")
     real = sum(parameter.numel() for parameter in trainable(build(config, target, None)).values())
     assert trained_parameters(config, shape_of(target.model.config, "x")) == real
 
@@ -261,3 +268,29 @@ def test_prompts_on_the_hub_are_not_fetched_for_a_plan(make) -> None:
 )
 def test_sizes_are_for_people(count: int, text: str) -> None:
     assert size(count) == text
+
+
+def test_every_turn_of_a_conversation_is_counted(make, tmp_path: Path) -> None:
+    prompts = tmp_path / "turns.jsonl"
+    prompts.write_text("".join(f'{{"turns": ["a {i}", "b", "c"]}}\n' for i in range(10)))
+    last, every = (
+        make_plan(make(data={"prompts": str(prompts), "turns": turns})) for turns in ("last", "all")
+    )
+    assert (last.prompts, every.prompts) == (10, 30)
+    assert last.tokens is not None and every.tokens is not None
+    assert every.tokens > 3 * last.tokens  # later turns hold the earlier answers
+
+
+@pytest.mark.parametrize(
+    ("distil", "says"),
+    [
+        ({"backend": "openai", "urls": ["http://a"], "server": {"api": "chat"}}, "by chat"),
+        ({"share": [1, 2]}, "written in shares"),
+    ],
+)
+def test_self_written_prompts_need_the_raw_opening_and_one_machine(
+    make, distil: dict, says: str
+) -> None:
+    recipe = make(data={"self_written": {"count": 3, "max_new_tokens": 8}, "distil": distil})
+    with pytest.raises(UserError, match=says):
+        make_plan(recipe)

@@ -12,13 +12,14 @@ import torch
 from draftsmith.data.dataset import training_documents
 from draftsmith.data.distill import make_request
 from draftsmith.data.generate import Answer, Request, answer
+from draftsmith.data.overlap import runs_of_words
 from draftsmith.data.prompts import Prompt
 from draftsmith.data.rows import Row, read_rows
 from draftsmith.data.self_written import (
     CATEGORY,
+    SHARED_WORDS,
     Sieve,
     find_opening,
-    runs_of_words,
     write_turns,
 )
 from draftsmith.data.stage import prepare
@@ -258,7 +259,7 @@ def test_copies_are_found_whatever_surrounds_them() -> None:
         kept, _ = sift(row(f"Please explain to me: {part.title()} Is it so?"))
         assert not kept
     chinese = "北京有什么好玩的地方可以推荐"
-    assert runs_of_words(f"你好 {chinese}吗") & runs_of_words(chinese)
+    assert runs_of_words(f"你好 {chinese}吗", SHARED_WORDS) & runs_of_words(chinese, SHARED_WORDS)
 
 
 def test_the_second_of_two_equal_turns_is_the_duplicate() -> None:

@@ -19,6 +19,13 @@ WITHOUT_EFFECT = {
     "target.device",
     "target.revision",
     "target.trust_remote_code",
+    "data.distil.urls",
+    "data.distil.share",
+    "data.distil.server.key_variable",
+    "data.distil.server.concurrency",
+    "data.distil.server.timeout",
+    "data.distil.server.tries",
+    "data.distil.server.patience",
     "train.save_every",
     "train.keep_checkpoints",
     "train.trackers",
@@ -49,6 +56,8 @@ def is_block(drafter: object) -> bool:
 
 # Knobs that only count when another one has a certain value.
 CONDITIONAL = {
+    "data.distil.server.model": lambda recipe: recipe.data.distil.backend == "openai",
+    "data.distil.server.api": lambda recipe: recipe.data.distil.backend == "openai",
     "data.distil.top_p": lambda recipe: recipe.data.distil.temperature > 0,
     "data.distil.top_k": lambda recipe: recipe.data.distil.temperature > 0,
     "data.distil.greedy_share": lambda recipe: recipe.data.distil.temperature > 0,
