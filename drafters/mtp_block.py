@@ -25,6 +25,9 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MtpConfig
 
 FULL = "full_attention"
+# Largest root mean square of what a copied layer reads. Slot 1 hits after 70 steps of one row,
+# lr 1e-3, on SmolLM2-135M: 18 % with about 4, 13 % with 30, 16 % with 1 and with random weights.
+SIZE = 4.0
 
 
 class MtpBlock(nn.Module):
@@ -127,8 +130,9 @@ def initialise(block: MtpBlock, target: Target, *, copied: bool) -> None:
     """Start values. The last norm is the target's: its head reads what comes out.
 
     copied: the layer is the target's. It reads the state alone, brought back to what it was before
-    the target's last norm, as large as what that layer usually reads; the embedding comes in with
-    the first step. (With SmolLM2-135M the first loss is 11.8; 30.7 with fc = [1; 1].)
+    the target's last norm; the embedding comes in with the first step. What the layer usually reads
+    may be large (a size of 30 in SmolLM2-135M): both it and what the layer adds to it are scaled
+    down to `SIZE` then, which its norms do not notice, so that the embedding is heard soon.
     """
     block.norm.load_state_dict(target.base.norm.state_dict())
     deviation = float(target.config.initializer_range)
@@ -142,7 +146,11 @@ def initialise(block: MtpBlock, target: Target, *, copied: bool) -> None:
     scale = target.base.norm(torch.ones_like(final[:1]))[0].float()
     undone = scale / (scale**2 + 1e-6)  # a weight of 0 stays one
     read = nn.functional.rms_norm(final.float(), final.shape[-1:]) * undone
-    state = torch.diag(undone * wanted / sizes(read).median())
+    size = wanted.clamp(max=SIZE)
+    state = torch.diag(undone * size / sizes(read).median())
+    for name, value in block.layer.named_parameters():
+        if "o_proj" in name or "down_proj" in name:
+            value.mul_(size / wanted)
     halves = [torch.zeros_like(state), state]
     block.fc.weight.copy_(torch.cat(halves[::-1] if block.hidden_first else halves, dim=1))
 

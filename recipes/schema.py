@@ -156,6 +156,11 @@ class DrafterBlock(Block):
         return ()
 
     @property
+    def heals(self) -> bool:
+        """Whether it starts from a trained drafter, which it must not end worse than."""
+        return False
+
+    @property
     def counts(self) -> bool:
         """Whether it counts answers, and is nothing without them."""
         return False
@@ -353,6 +358,11 @@ class MtpConfig(DrafterBlock):
     def trained_slots(self) -> int:
         """All of them."""
         return self.draft_tokens
+
+    @property
+    def heals(self) -> bool:
+        """From the target's own MTP layer it does."""
+        return self.start == "checkpoint"
 
 
 DrafterConfig = (

@@ -10,6 +10,7 @@ from transformers import MuseGlimmerAssistantModel
 from draftsmith.drafters.checkpoint import load_drafter, save_drafter, target_metadata
 from draftsmith.drafters.dflash import DFlash
 from draftsmith.drafters.dflash_format import check_folder
+from draftsmith.drafters.dflash_import import import_dflash
 from draftsmith.drafters.export import export_assistant
 from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.tree import chain
@@ -157,3 +158,46 @@ def watch_blocks(model, target):
 def test_another_folder_is_not_exported(tmp_path):
     with pytest.raises(UserError, match="no block drafter"):
         export_assistant(tmp_path, tmp_path / "to")
+
+
+def newer(config):
+    """As z-lab's newer checkpoints say it."""
+    config.pop("block_size")
+    config.pop("rope_theta")
+    config.pop("rope_scaling")
+
+
+def older(config):
+    """As z-lab's first checkpoints say it."""
+    config["dflash_config"].pop("block_size")
+    config.pop("rope_parameters")
+
+
+@pytest.mark.parametrize("change", [newer, older])
+def test_a_drafter_made_elsewhere_is_read(target, folder, change):
+    want = load_drafter(folder, target)
+    (folder / "draftsmith.json").unlink()
+    rewrite(folder, change)
+    have = import_dflash(folder, target)
+    assert (have.taps, have.block_size, have.mask_token_id) == ((0, 2), 4, 19)
+    options = dict(sampling=Sampling(), max_new_tokens=12, tree=chain(3))
+    one, other = (decode(target, drafter, [1, 2, 3], **options) for drafter in (want, have))
+    assert one.tokens == other.tokens
+    assert [r.accepted for r in one.rounds] == [r.accepted for r in other.rounds]
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda c: c.update(num_key_value_heads=4), "num_key_value_heads is not that"),
+        (lambda c: c["rope_parameters"].update(rope_theta=5.0), "rope_parameters is not that"),
+        (lambda c: c.update(layer_types=["sliding_attention"] * 2), "sliding layers"),
+        (lambda c: c["dflash_config"].pop("mask_token_id"), "has no 'mask_token_id'"),
+        (lambda c: c["dflash_config"].update(target_layer_ids=[2, 0]), "must ascend"),
+        (lambda c: c["dflash_config"].update(target_layer_ids=[0, 1, 2]), "other tensors"),
+    ],
+)
+def test_what_is_not_our_network_is_refused(target, folder, change, line):
+    rewrite(folder, change)
+    with pytest.raises(UserError, match=line):
+        import_dflash(folder, target)
