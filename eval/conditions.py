@@ -9,6 +9,7 @@ import torch
 
 from draftsmith.drafters.target import Target
 from draftsmith.eval.bench import BenchPrompt
+from draftsmith.eval.report import ArmReport
 from draftsmith.eval.subjects import Subject
 from draftsmith.eval.tune import Choice
 from draftsmith.recipes.provenance import git_revision
@@ -80,3 +81,26 @@ def notes(
     return found + [
         f"{count} evaluation prompts left out: {why}." for why, count in dropped.items()
     ]
+
+
+def winners(arms: Sequence[ArmReport]) -> list[str]:
+    """The fastest exact arm of every batch size and temperature, and whether that is certain."""
+    found: list[str] = []
+    for batch, heat in sorted({(arm.batch, arm.temperature) for arm in arms}):
+        alike = [arm for arm in arms if (arm.batch, arm.temperature) == (batch, heat)]
+        drafted = [arm for arm in alike if arm.drafter is not None and arm.lossless is True]
+        best = max(drafted, key=lambda arm: arm.speedup or 0.0, default=None)
+        if best is None or best.speedup is None:
+            continue
+        where = f"Batch {batch}, temperature {heat:g}"
+        if best.speedup <= 1:
+            found.append(f"{where}: no exact arm is faster than plain decoding.")
+            continue
+        bounds = best.speedup_interval
+        certain = "one batch alone has no interval" if bounds is None else "95 % interval above 1"
+        if bounds is not None and bounds[0] <= 1:
+            certain = "not certain: its 95 % interval holds 1"
+        found.append(
+            f"{where}: the fastest exact arm is {best.name}, {best.speedup:.2f}x; {certain}."
+        )
+    return found

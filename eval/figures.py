@@ -20,6 +20,7 @@ from draftsmith.eval.report import ArmReport, Report, TreeChoice
 from draftsmith.eval.tables import drafting, fixed, front, ranked
 
 MOST = 40  # arms of a figure with a line for each
+LABEL = 56  # characters of such a line's label
 
 
 def draw_figures(report: Report) -> dict[str, Figure]:
@@ -49,10 +50,11 @@ def speedup_figure(report: Report) -> Figure:
     figure, axes = canvas(7.2, 0.9 + 0.32 * len(arms))
     for row, arm in enumerate(arms):
         value = arm.speedup or 0.0  # no bar where no token was timed
-        low, high = arm.speedup_interval or (value, value)
-        bars = [[max(0.0, value - low)], [max(0.0, high - value)]]
         axes.barh(row, value, height=0.55, color=drafter_colour(report, arm), alpha=0.85)
-        axes.errorbar(value, row, xerr=bars, color=INK, capsize=3, lw=1.2)
+        if arm.speedup_interval is not None:
+            low, high = arm.speedup_interval
+            bars = [[max(0.0, value - low)], [max(0.0, high - value)]]
+            axes.errorbar(value, row, xerr=bars, color=INK, capsize=3, lw=1.2)
         if arm.predicted_speedup is not None:
             axes.plot(arm.predicted_speedup, row, "D", mfc="none", mec=INK, ms=6, mew=1.3)
         label = fixed(arm.speedup, 2, "x")
@@ -60,7 +62,7 @@ def speedup_figure(report: Report) -> Figure:
     axes.plot([], [], "D", mfc="none", mec=INK, mew=1.3, ls="", label="predicted from costs alone")
     axes.errorbar([], [], xerr=[], color=INK, capsize=3, lw=1.2, label="95 % interval")
     axes.axvline(1.0, color=INK, lw=1, ls=":")
-    axes.set_yticks(range(len(arms)), [plain_text(arm.name) for arm in arms])
+    axes.set_yticks(range(len(arms)), [plain_text(arm.name, LABEL) for arm in arms])
     axes.invert_yaxis()
     axes.set_xlim(0)
     axes.set_xlabel("speedup over plain decoding (x)")
@@ -127,7 +129,7 @@ def round_figure(report: Report) -> Figure:
             start += arm.milliseconds[part]
         tokens = "" if arm.tau_micro is None else f" / {arm.tau_micro:.2f} tokens"
         axes.annotate(f" {start:.1f} ms{tokens}", (start, row), va="center")
-    axes.set_yticks(range(len(arms)), [plain_text(arm.name) for arm in arms])
+    axes.set_yticks(range(len(arms)), [plain_text(arm.name, LABEL) for arm in arms])
     axes.invert_yaxis()
     axes.margins(x=0.25)
     axes.set_xlim(0)

@@ -39,7 +39,7 @@ STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink);
   font: 15px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
-main { max-width: 62rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
+main { max-width: 78rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
 h1 { font-size: 1.7rem; margin: 0; letter-spacing: -0.01em; }
 h2 { font-size: 1.15rem; margin: 2.6rem 0 0.6rem; }
 h3 { font-size: 1rem; margin: 1.8rem 0 0.4rem; }
@@ -80,6 +80,7 @@ def render_html(report: Report, figures: Mapping[str, Figure]) -> str:
     body = [
         heading(report),
         cards(report),
+        "<h2>Leaderboard</h2>",
         table_html(leaderboard(report)),
         notes(report),
         "<h2>Figures</h2>",

@@ -48,10 +48,10 @@ def percent(rates: Sequence[float | None]) -> list[float]:
     return [float("nan") if rate is None else 100 * rate for rate in rates]
 
 
-def plain_text(text: str) -> str:
-    """A label of one line, at most 32 characters, that matplotlib does not read as a formula."""
+def plain_text(text: str, most: int = 32) -> str:
+    """A label of one line, cut to so many characters, that matplotlib reads as no formula."""
     text = " ".join(visible(text).split())
-    text = text if len(text) <= 32 else f"{text[:30]}..."
+    text = text if len(text) <= most else f"{text[: most - 2]}..."
     return text.replace("$", r"\$")
 
 

@@ -24,7 +24,7 @@ from draftsmith.eval.assemble import (
     sample_of,
 )
 from draftsmith.eval.bench import BenchPrompt, measure
-from draftsmith.eval.conditions import conditions, notes
+from draftsmith.eval.conditions import conditions, notes, winners
 from draftsmith.eval.costs import measure_costs
 from draftsmith.eval.lossy import judged_arms, quality_from
 from draftsmith.eval.prompts import evaluation_prompts
@@ -301,7 +301,10 @@ def make_report(job: Job, measured: Measured) -> Report:
         versions=dict(entry.split(" ", 1) for entry in versions()),
         target=job.target.fingerprint,
         conditions=conditions(job.recipe, job.target, measured.prompts, measured.context),
-        notes=notes(job.target, job.subjects, measured.choices, measured.dropped),
+        notes=[
+            *winners(arms),
+            *notes(job.target, job.subjects, measured.choices, measured.dropped),
+        ],
         arms=arms,
         skipped=measured.grid.skipped,
         costs_ms={name: cost.milliseconds() for name, cost in measured.costs.items()},

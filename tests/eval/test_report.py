@@ -23,6 +23,7 @@ from draftsmith.eval.assemble import (
     stretch_texts,
     stretches_of,
 )
+from draftsmith.eval.conditions import winners
 from draftsmith.eval.decode import Decoded, decode
 from draftsmith.eval.markdown import render_markdown
 from draftsmith.eval.page import render_html
@@ -412,3 +413,22 @@ def test_a_character_that_spans_stretches_is_written_once(job):
 
 def test_threads_are_reported(written):
     assert {arm["threads"] for arm in written["arms"]} == {torch.get_num_threads()}
+
+
+def test_notes_name_the_fastest_exact_arm_and_its_doubts(report):
+    arm = replace(report.arms[-1], drafter="d", lossless=True, batch=1, temperature=0.0)
+    found = winners(
+        [
+            replace(arm, name="slow", speedup=1.1, speedup_interval=(1.05, 1.2)),
+            replace(arm, name="fast", speedup=1.5, speedup_interval=(0.9, 2.0)),
+            replace(arm, name="lossy", speedup=9.0, lossless="by design not"),
+            replace(arm, name="wrong", speedup=8.0, lossless=False),
+            replace(arm, name="plain", speedup=7.0, drafter=None),
+            replace(arm, name="late", speedup=0.8, batch=4),
+        ]
+    )
+    assert found == [
+        "Batch 1, temperature 0: the fastest exact arm is fast, 1.50x; not certain: its 95 % "
+        "interval holds 1.",
+        "Batch 4, temperature 0: no exact arm is faster than plain decoding.",
+    ]
