@@ -9,6 +9,7 @@ from draftsmith.recipes.schema import (
     DrafterConfig,
     DraftModelConfig,
     MedusaConfig,
+    MtpConfig,
     Recipe,
     TargetConfig,
 )
@@ -25,6 +26,9 @@ def trained_parameters(config: DrafterConfig, shape: TargetShape) -> int:
             extra = {"shared": 0, "low_rank": config.rank * (size + rows), "own": rows * size}
             blocks = (1 + config.reads_root) * size * size + size
             return config.heads * (blocks + extra[config.projection])
+        case MtpConfig():
+            size = shape.hidden_size
+            return max(shape.layer_parameters) + 2 * size * size + 3 * size
         case DFlashConfig():
             size, taps = shape.hidden_size, len(config.taps) or config.layers
             return taps * size**2 + 2 * size + config.layers * shape.geometry.layer_parameters
@@ -96,6 +100,15 @@ def step_memory(
                 "activations of the blocks": blocks * kept * FULL,
                 "the context's keys and values": positions * context * FULL,
             }
+        case MtpConfig():
+            # What a layer keeps of every slot: about ten states and four of its MLP's moments.
+            kept = 10 * shape.hidden_size + 4 * shape.geometry.intermediate
+            return {
+                LOGITS: chunk_memory(recipe, shape),
+                STATES: config.draft_tokens * states,
+                "activations of the slots": positions * config.draft_tokens * kept * FULL,
+                "attention's scores": scores_memory(config, recipe, shape),
+            }
         case DraftModelConfig(models=()):
             # What a layer keeps for its gradient: about as much as 20 states.
             kept = config.layers * (20 * shape.hidden_size + recipe.data.max_length)
@@ -105,6 +118,12 @@ def step_memory(
                 "draft model's activations": positions * kept * FULL,
             }
     return {}
+
+
+def scores_memory(config: MtpConfig, recipe: Recipe, shape: TargetShape) -> int:
+    """Bytes of the scores and laws that slots after the first keep, a row being one document."""
+    length, rows = recipe.data.max_length, recipe.train.rows_per_micro_batch
+    return (config.draft_tokens - 1) * 2 * rows * shape.geometry.heads * length**2 * FULL
 
 
 def reduced_rows(config: DrafterConfig) -> int | None:

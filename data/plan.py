@@ -32,6 +32,7 @@ from draftsmith.recipes.schema import (
     DraftModelConfig,
     EvalConfig,
     MedusaConfig,
+    MtpConfig,
     Recipe,
 )
 
@@ -175,6 +176,7 @@ def check_drafter(drafter: DrafterConfig, shape: TargetShape, name: str) -> None
     match drafter:
         case (
             MedusaConfig(draft_vocab=int(rows))
+            | MtpConfig(draft_vocab=int(rows))
             | DraftModelConfig(draft_vocab=int(rows))
             | DFlashConfig(draft_vocab=int(rows))
         ) if rows > shape.vocab_size:
@@ -186,6 +188,11 @@ def check_drafter(drafter: DrafterConfig, shape: TargetShape, name: str) -> None
             raise UserError(
                 f"drafter.rank: {rank} is more than the hidden size of {name} "
                 f"({shape.hidden_size}), a low rank is less"
+            )
+        case MtpConfig() if not shape.layer_parameters:
+            raise UserError(
+                f"drafter.kind: {name} has no stack of layers that an mtp block could be made of; "
+                "take another kind"
             )
         case DFlashConfig():
             check_block_drafter(drafter, shape, name)

@@ -37,6 +37,10 @@ LIMITS = {
     "unlike its\ntraining data. vLLM up to 0.32 reads this layout where every slot has an own "
     "full-vocabulary\nprojection and reads the state alone; vLLM 0.33 removed Medusa and SGLang "
     "never had it.",
+    "mtp": "it is fitted to this target's states and chat template; acceptance falls on text "
+    "unlike its\ntraining data. transformers' `use_mtp` reads this layout for dense targets and "
+    "drafts one token a\nround with it; vLLM and SGLang read it for families that come "
+    "with such\nlayers.",
     "ngram": "it knows the grams of the answers that it was counted on, and no other server reads "
     "its\nfile. It belongs to this target's vocabulary.",
     "prompt_lookup": "it helps where the answer repeats its prompt or itself, and drafts nothing "

@@ -27,6 +27,7 @@ from draftsmith.drafters.dflash_layers import Attend, DraftLayer, RMSNorm, Rope,
 from draftsmith.drafters.dflash_mask import check_mask_token, propose_mask_token
 from draftsmith.drafters.dflash_start import start_from_target
 from draftsmith.drafters.draws import draw_slots
+from draftsmith.drafters.export import assistant_model
 from draftsmith.drafters.geometry import geometry_of
 from draftsmith.drafters.grow import best_columns
 from draftsmith.drafters.projection import slot_logits, top_tokens
@@ -252,8 +253,13 @@ class DFlash(nn.Module):
         return state
 
     def assistance(self) -> dict[str, Any] | None:
-        """None: transformers cannot draft with this class."""
-        return None
+        """transformers' own class of this network. It drafts from all tokens, and is no match for
+        a drafter that may use some.
+        """
+        if self.draft_ids is not None:
+            return None
+        model = assistant_model(self.native_config({}), self.native_tensors())
+        return {"assistant_model": model.to(self.rows.device), "speculation_type": "dflash"}
 
     def cache_bytes_per_token(self) -> int:
         """Keys and values of every layer."""

@@ -10,6 +10,7 @@ from draftsmith.drafters.dflash import DFlash
 from draftsmith.drafters.draft_model import DraftModel
 from draftsmith.drafters.lookup import PromptLookup
 from draftsmith.drafters.medusa import MedusaHeads
+from draftsmith.drafters.mtp import MtpModule
 from draftsmith.drafters.ngram import NgramTable
 from draftsmith.drafters.proposal import Draw, Plan, Proposal, Verdict
 from draftsmith.drafters.slots import Batch, Head, Roots, SlotStates, TargetStates
@@ -19,6 +20,7 @@ from draftsmith.recipes.schema import (
     DrafterConfig,
     DraftModelConfig,
     MedusaConfig,
+    MtpConfig,
     NgramConfig,
     PromptLookupConfig,
 )
@@ -129,6 +131,7 @@ METHODS: dict[str, type[Drafter]] = {
     "dflash": DFlash,
     "draft_model": DraftModel,
     "medusa": MedusaHeads,
+    "mtp": MtpModule,
     "ngram": NgramTable,
     "prompt_lookup": PromptLookup,
 }
@@ -136,6 +139,7 @@ CONFIGS: dict[str, type[DrafterConfig]] = {
     "dflash": DFlashConfig,
     "draft_model": DraftModelConfig,
     "medusa": MedusaConfig,
+    "mtp": MtpConfig,
     "ngram": NgramConfig,
     "prompt_lookup": PromptLookupConfig,
 }

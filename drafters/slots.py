@@ -162,6 +162,71 @@ def before_roots(states: Tensor, roots: Roots) -> Tensor:
     return states[roots.row, roots.position - 1]
 
 
+@dataclass(frozen=True)
+class Entries:
+    """Every position that has a state before it in its document, and groups among them.
+
+    E entries in the order of rows and positions; N groups in that order too, whatever order the
+    roots were given in.
+    """
+
+    row: Tensor  # [E] int64
+    position: Tensor  # [E] int64, index into the row
+    sizes: list[int]  # entries of every document
+    groups: list[int]  # groups of every document
+    root: Tensor  # [N] the entry of every group's root
+    place: Tensor  # [N] the same, counted in its document from 0
+    order: Tensor  # [N] group n is the order[n]-th of the given roots
+    group: Tensor  # [E + 1] the group whose root an entry is; 0 where it is none
+
+    @staticmethod
+    def of(batch: Batch, roots: Roots) -> "Entries":
+        """Lay entries and groups out. The documents' sizes are read to the host."""
+        length = batch.ids.shape[1]
+        enters = (batch.documents >= 0) & (batch.positions > 0)
+        row, position = torch.nonzero(enters, as_tuple=True)
+        names = torch.stack([row, batch.documents[row, position]])
+        _, number, sizes = names.unique_consecutive(return_inverse=True, return_counts=True, dim=1)
+        wanted, order = (roots.row * length + roots.position).sort()
+        root = torch.searchsorted(row * length + position, wanted)
+        groups = torch.bincount(number[root], minlength=len(sizes))
+        place = root - (sizes.cumsum(0) - sizes)[number[root]]
+        group = torch.zeros(len(row) + 1, dtype=torch.int64, device=row.device)
+        group[root] = torch.arange(len(root), device=row.device)
+        counts = torch.stack([sizes, groups]).tolist()
+        return Entries(row, position, counts[0], counts[1], root, place, order, group)
+
+    def tokens(self, batch: Batch) -> Tensor:
+        """x[r], what slot 1 reads if an entry is its root: [E]."""
+        return batch.ids[self.row, self.position]
+
+    def states(self, states: Tensor) -> Tensor:
+        """The state before every entry, [E, D] from [B, T, D]: what slot 1 reads."""
+        return states[self.row, self.position - 1]
+
+    def positions(self, batch: Batch) -> Tensor:
+        """In the document, from 1: [E]."""
+        return batch.positions[self.row, self.position]
+
+    def tokens_of_slot(self, batch: Batch, slot: int) -> Tensor:
+        """x[r + slot - 1], what slot 2, 3, .. reads: [N]. Behind a row's end, its last token: such
+        slots are not valid.
+        """
+        at = (self.position[self.root] + slot - 1).clamp(max=batch.ids.shape[1] - 1)
+        return batch.ids[self.row[self.root], at]
+
+    def states_of_slot(self, states: Tensor, slot: int) -> Tensor:
+        """The target's state before the token that slot 2, 3, .. reads: at r + slot - 2, [N, D]."""
+        at = (self.position[self.root] + slot - 2).clamp(max=states.shape[1] - 1)
+        return states[self.row[self.root], at]
+
+    def ahead(self, count: int) -> Tensor:
+        """The group whose root is `count` tokens on, [N]. One that is there wherever the slots up
+        to it are valid.
+        """
+        return self.group[(self.root + count).clamp(max=len(self.row))]
+
+
 def guessed(batch: Batch, guess: Tensor) -> Tensor:
     """Which tokens [B, T] are the guess [B, T] at the position before, in the same document."""
     found = torch.zeros_like(batch.supervised)

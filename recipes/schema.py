@@ -14,6 +14,16 @@ Positive = Annotated[int, Field(ge=1, le=2**31)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
 Text = Annotated[str, Field(min_length=1)]
+RuleName = Literal[
+    "point_mass",
+    "token",
+    "block",
+    "multi_step",
+    "without_replacement",
+    "k_sequential",
+    "typical",
+    "lenient",
+]
 LARGEST_TREE = 255  # nodes without the root
 
 
@@ -146,6 +156,16 @@ class DrafterBlock(Block):
         return ()
 
     @property
+    def heals(self) -> bool:
+        """Whether it starts from a trained drafter, which it must not end worse than."""
+        return False
+
+    @property
+    def counts(self) -> bool:
+        """Whether it counts answers, and is nothing without them."""
+        return False
+
+    @property
     def walks(self) -> bool:
         """Whether every slot ranks its guesses, so that decoding can be simulated."""
         return True
@@ -220,6 +240,11 @@ class NgramConfig(DrafterBlock):
     def depth(self) -> int:
         """K, the slots."""
         return self.draft_tokens
+
+    @property
+    def counts(self) -> bool:
+        """Yes."""
+        return True
 
 
 class DraftModelConfig(DrafterBlock):
@@ -303,7 +328,46 @@ class DFlashConfig(DrafterBlock):
         return self.block_size - 1
 
 
-DrafterConfig = MedusaConfig | DraftModelConfig | DFlashConfig | PromptLookupConfig | NgramConfig
+class MtpConfig(DrafterBlock):
+    """Multi-token prediction (DeepSeek-V3, 2412.19437, section 2.2): a decoder layer of the
+    target's own kind reads the target's state and the next token, and then its own states.
+    """
+
+    kind: Literal["mtp"]
+    draft_tokens: Annotated[int, Field(ge=1, le=16)] = 3  # K (FastMTP, 2509.18362)
+    # last_layer: the block starts as the target's last layer of full attention. random: as new.
+    # checkpoint: as the MTP layer that comes with the target's weights (healing, 2604.12374)
+    start: Literal["last_layer", "random", "checkpoint"] = "last_layer"
+    # what a slot after the first learns from. teacher: the text's tokens, its own states.
+    # on_policy: its own likeliest tokens, its own states. mixed: the text's tokens; states drawn
+    # evenly from the target's and those of all earlier slots (Megatron's hidden-state mixing).
+    recursion: Literal["teacher", "on_policy", "mixed"] = "teacher"
+    order: Literal["embedding_first", "hidden_first"] = "embedding_first"  # into the projection
+    recycles: Literal["post_norm", "pre_norm"] = "post_norm"  # its own state that a slot reads
+    position_shift: Literal[0, -1] = (
+        0  # of a slot's rotary position from that of the token it reads
+    )
+    draft_vocab: Positive | None = None  # rows of the head that drafts may use; None: all
+
+    @property
+    def depth(self) -> int:
+        """K, the slots."""
+        return self.draft_tokens
+
+    @property
+    def trained_slots(self) -> int:
+        """All of them."""
+        return self.draft_tokens
+
+    @property
+    def heals(self) -> bool:
+        """From the target's own MTP layer it does."""
+        return self.start == "checkpoint"
+
+
+DrafterConfig = (
+    MedusaConfig | MtpConfig | DraftModelConfig | DFlashConfig | PromptLookupConfig | NgramConfig
+)
 
 
 class ObjectiveConfig(Block):
@@ -312,7 +376,8 @@ class ObjectiveConfig(Block):
     loss: Literal["ce", "kl", "tv", "lk", "e2e_tv"] = "ce"
     weights: Literal["geometric", "exponential", "dpace", "list"] = "geometric"
     decay: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8  # geometric: decay^k (Medusa)
-    gamma: Annotated[float, Field(gt=0.0)] = 4.0  # exponential: exp(-(k-1)/gamma) (DFlash)
+    # exponential: exp(-(k-1)/gamma); null: DFlash's for the number of slots (4, 5 or 7)
+    gamma: Annotated[float, Field(gt=0.0)] | None = None
     slot_weights: tuple[Annotated[float, Field(ge=0.0)], ...] = ()  # list: one weight per slot
     dpace_alpha: Fraction = 0.5  # D-PACE's smoothing
     lk_eta: Annotated[float, Field(ge=0.0)] = 3.0  # LK hybrid's eta
@@ -369,10 +434,27 @@ class EvalConfig(Block):
     repeats: Positive = 1  # timed repeats of every prompt and arm, interleaved
     # nodes without the root
     tree_nodes: Annotated[int, Field(ge=1, le=63)] | Literal["auto"] = "auto"
-    temperature: Annotated[float, Field(ge=0.0)] = 0.0  # > 0 adds a point-mass sampling arm
+    temperature: Annotated[float, Field(ge=0.0)] = 0.0  # > 0 adds sampled arms to the greedy ones
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     threads: Positive | None = None  # torch threads; None: as torch finds them
+    # further drafters in the same report: folders, or kinds that need neither training nor answers
+    drafters: tuple[Text, ...] = ()
+    # of sampled arms, each with the drafters that draw as it needs; at temperature 0 drafts are
+    # accepted where they are the target's choice (or, lenient, nearly)
+    rules: tuple[RuleName, ...] = ("point_mass", "token", "without_replacement")
+    # prompts that are decoded together
+    batches: Annotated[
+        tuple[Annotated[int, Field(ge=1, le=1024)], ...], Field(min_length=1, max_length=16)
+    ] = (1,)
+
+    @model_validator(mode="after")
+    def check_lists(self) -> Self:
+        """Nothing is measured twice under one name."""
+        for name, listed in (("rules", self.rules), ("batches", self.batches)):
+            if len(set(listed)) < len(listed):
+                raise ValueError(f"{name}: something is listed twice")
+        return self
 
 
 class Recipe(Block):

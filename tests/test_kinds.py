@@ -35,6 +35,8 @@ KINDS = {
     "distilled own": "{kind: draft_model, layers: 1, embedding: own, draft_tokens: 2}",
     "dflash": "{kind: dflash, block_size: 4, layers: 1, taps: [0], start: target}",
     "dflash some": "{kind: dflash, block_size: 4, layers: 1, taps: [0], draft_vocab: 60}",
+    "mtp": "{kind: mtp, draft_tokens: 2, draft_vocab: 60}",
+    "mtp on policy": "{kind: mtp, draft_tokens: 3, recursion: on_policy, start: random}",
     "ready": "{kind: draft_model, models: [small], draft_tokens: 2}",
     "forest": "{kind: draft_model, models: [small, smaller], expansion: [2, 1]}",
 }
@@ -72,21 +74,23 @@ def test_a_run_goes_through_and_measures(desk: Path, tiny_folder: Path, kind: st
     assert drafted and all(arm["lossless"] is True for arm in report["arms"])
     for arm in drafted:
         assert arm["tau_walk"] == (arm["tau_micro"] if walks else None)  # fp32: the walk is exact
-    unassisted = kind in ("ngram", "forest") or kind.startswith("dflash")
-    assert ("transformers assisted" in arms) != unassisted
-    assert (report["walk"] is None) == (not walks)
+    unassisted = kind in ("ngram", "dflash some", "forest") or kind.startswith("mtp")
+    lookup = kind == "prompt_lookup"
+    assert ("transformers assisted" in arms) == (not unassisted and not lookup)
+    assert ("transformers prompt lookup" in arms) == lookup
+    assert bool(report["walks"]) == walks
     fixed = kind in ("prompt_lookup", "distilled expansion", "forest")
-    assert (report["tree"] is None) == fixed
+    assert bool(report["trees"]) == (not fixed)
     assert Path("runs/mine/drafter/README.md").read_text().startswith("---\nbase_model")
-    trained = kind.startswith(("distilled", "dflash"))
+    trained = kind.startswith(("distilled", "dflash", "mtp"))
     assert Path("runs/mine/checkpoints").exists() == trained
     assert cli.main(["eval", "runs/mine/drafter", "eval.prompts=1"]) == 0
 
 
-@pytest.mark.parametrize("kind", ["ngram", "distilled", "dflash some", "forest"])
+@pytest.mark.parametrize("kind", ["ngram", "distilled", "dflash some", "mtp", "forest"])
 def test_sampled_arms_draw_where_they_can(desk: Path, tiny_folder: Path, kind: str) -> None:
     report = run(tiny_folder, KINDS[kind], temperature=0.8)
-    drawn = [arm for arm in report["arms"] if arm["name"].endswith("drawn")]
+    drawn = [arm for arm in report["arms"] if arm["draw"] not in (None, "point")]
     assert drawn
     for arm in drawn:
         assert arm["rule"] in ("token", "without_replacement") and arm["lossless"] is True
@@ -113,9 +117,10 @@ def test_a_further_model_learns_what_the_first_misses(
         ("{kind: draft_model, layers: 9}", "drafter.layers: 9 is more than the 2 of"),
         ("{kind: draft_model, draft_vocab: 999}", "drafter.draft_vocab: 999 is more than the 288"),
         ("{kind: draft_model, expansion: [8, 8, 8]}", "expansion: 584 nodes are too many"),
+        ("{kind: mtp, draft_vocab: 999}", "drafter.draft_vocab: 999 is more than the 288"),
         ("{kind: ngram, heads: 3}", "drafter.heads: unknown key"),
         ("{kind: prompt_lookup, min_ngram: 4}", "min_ngram: 4 is more than max_ngram (3)"),
-        ("{kind: eagle}", "drafter.kind: 'eagle' is not allowed; allowed: draft_model, medusa"),
+        ("{kind: eagle}", "drafter.kind: 'eagle' is not allowed; allowed: dflash, draft_model"),
     ],
 )
 def test_bad_drafters_are_one_clear_line(

@@ -160,5 +160,12 @@ def slot_weights(config: ObjectiveConfig, depth: int) -> Tensor:
             )
         return torch.tensor(config.slot_weights)
     if config.weights == "exponential":
-        return torch.exp(-(slot - 1) / config.gamma)
+        gamma = published_gamma(depth) if config.gamma is None else config.gamma
+        return torch.exp(-(slot - 1) / gamma)
     return torch.tensor(config.decay) ** slot
+
+
+def published_gamma(depth: int) -> float:
+    """DFlash's gamma (2602.06036, section 4): 4 for blocks of 8, 5 for 10, 7 for 16."""
+    block = depth + 1
+    return 4.0 if block <= 8 else 5.0 if block <= 10 else 7.0

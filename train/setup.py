@@ -27,6 +27,7 @@ from draftsmith.recipes.schema import (
     DrafterConfig,
     DraftModelConfig,
     MedusaConfig,
+    MtpConfig,
     OptimConfig,
     Recipe,
 )
@@ -204,6 +205,7 @@ def draft_ids(recipe: Recipe, target: Target, documents: Sequence[Document]) -> 
     match recipe.drafter:
         case (
             MedusaConfig(draft_vocab=int(size))
+            | MtpConfig(draft_vocab=int(size))
             | DraftModelConfig(draft_vocab=int(size))
             | DFlashConfig(draft_vocab=int(size))
         ):

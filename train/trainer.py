@@ -16,6 +16,7 @@ from draftsmith.drafters.slots import Batch
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import cannot_write
 from draftsmith.recipes.schema import Recipe
+from draftsmith.train.guard import check_end, measure_start
 from draftsmith.train.resume import resume, save
 from draftsmith.train.schedule import lr_share
 from draftsmith.train.setup import Training, prepare
@@ -32,7 +33,9 @@ def train(recipe: Recipe, run: Path) -> Path:
         resume(training)
         introduce(training)
         cache_features(training)
+        measure_start(training)
         fit(training)
+        check_end(training)
         return finish(training)
     finally:
         training.journal.close()

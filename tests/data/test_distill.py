@@ -267,7 +267,7 @@ def test_answers_beyond_the_model_s_positions_are_refused(target: Target, tmp_pa
 def test_too_little_memory_is_one_clear_line(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_: object, **options: object) -> None:
         raise torch.OutOfMemoryError("a long story")
 
     monkeypatch.setattr(target, "step", fail)

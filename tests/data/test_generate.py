@@ -8,6 +8,7 @@ import torch
 from draftsmith.data.distill import make_requests
 from draftsmith.data.generate import Answer, Request, answer, inverse, until_end
 from draftsmith.drafters.sampler import Sampling
+from draftsmith.drafters.slots import TargetStates
 from draftsmith.drafters.target import Target
 from tests.data.asking import make_config, make_prompts
 from tests.tiny import tiny_target
@@ -25,9 +26,9 @@ def watch(monkeypatch: pytest.MonkeyPatch, target: Target) -> list[int]:
     sizes: list[int] = []
     step = target.step
 
-    def watched(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def watched(ids: torch.Tensor, *rest: Any, **options: Any) -> TargetStates:
         sizes.append(len(ids))
-        return step(ids, *rest)
+        return step(ids, *rest, **options)
 
     monkeypatch.setattr(target, "step", watched)
     return sizes

@@ -22,7 +22,7 @@ from draftsmith.drafters.methods import build, trainable
 from draftsmith.drafters.target import TargetShape, describe, shape_of
 from draftsmith.recipes.entry import run_folder
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import DFlashConfig, MedusaConfig, Recipe, TargetConfig
+from draftsmith.recipes.schema import DFlashConfig, MedusaConfig, MtpConfig, Recipe, TargetConfig
 from tests.tiny import tiny_target
 
 GIGABYTE = 1 << 30
@@ -86,6 +86,13 @@ def test_trained_parameters_are_those_of_the_real_heads(
 def test_parameters_of_a_block_drafter_are_counted_from_shapes_alone(taps: tuple[int, ...]) -> None:
     target = tiny_target(layers=5)
     config = DFlashConfig(kind="dflash", layers=2, taps=taps)
+    real = sum(parameter.numel() for parameter in trainable(build(config, target, None)).values())
+    assert trained_parameters(config, shape_of(target.model.config, "x")) == real
+
+
+def test_parameters_of_an_mtp_block_are_counted_from_shapes_alone() -> None:
+    target = tiny_target(layers=3)
+    config = MtpConfig(kind="mtp")
     real = sum(parameter.numel() for parameter in trainable(build(config, target, None)).values())
     assert trained_parameters(config, shape_of(target.model.config, "x")) == real
 

@@ -13,6 +13,7 @@ from draftsmith.eval.rules import RULES
 from draftsmith.recipes.schema import NgramConfig, PromptLookupConfig
 from tests.coins import distance, law_of
 from tests.drafters.test_draft_model import ready, small
+from tests.drafters.test_mtp import mtp
 from tests.eval.test_decode import target_law
 from tests.tiny import tiny_target
 
@@ -56,6 +57,8 @@ def drafters(target):
         "model tree": (ready(target, like(target, 1)), BUSHY),
         "forest": (ready(target, like(target, 1), like(target, 2)), BUSHY),
         "forest of chains": (ready(target, like(target, 1), small(7)), chain(3)),
+        "mtp chain": (mtp(target, noise=0.02), chain(3)),
+        "mtp tree": (mtp(target, noise=0.02), BUSHY),
     }
 
 
@@ -90,17 +93,18 @@ LAWS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["ngram", "draft_model"])
+@pytest.mark.parametrize("kind", ["ngram", "draft_model", "mtp"])
 @pytest.mark.parametrize(("tree", "draw", "rule", "limit"), LAWS.values(), ids=LAWS)
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=2)], ids=["1", "top_k"])
 def test_sampled_drafts_keep_the_target_s_law(monkeypatch, kind, tree, draw, rule, limit, sampling):
     words = 2 if tree.nodes == 3 else 3
     target = tiny_target(words, hidden=16, eos=(), spread=0.3)
     target.eos_ids = ()
-    if kind == "ngram":
-        drafter = table(target, [[0, 1, 1, 1, 0, 1, 1, 0]])
-    else:
-        drafter = ready(target, small(4, vocab=words, spread=0.4))
+    drafter = {
+        "ngram": lambda: table(target, [[0, 1, 1, 1, 0, 1, 1, 0]]),
+        "draft_model": lambda: ready(target, small(4, vocab=words, spread=0.4)),
+        "mtp": lambda: mtp(target, noise=0.2),
+    }[kind]()
     assert_exact(monkeypatch, target, drafter, tree, rule, limit, sampling, draw)
 
 
@@ -139,7 +143,15 @@ def assert_exact(monkeypatch, target, drafter, tree, rule, limit, sampling, draw
     assert distance(out, want) < 1e-5  # fp32 logits
 
 
-@pytest.mark.parametrize("kind", ["prompt_lookup", "ngram", "draft_model"])
+def test_drafts_of_later_rounds_keep_it_too(monkeypatch):
+    """An MTP block's cache has been rolled back then."""
+    target = tiny_target(2, hidden=16, eos=(), spread=0.3)
+    target.eos_ids = ()
+    drafter = mtp(target, slots=2, noise=0.2)
+    assert_exact(monkeypatch, target, drafter, chain(2), "token", 4, Sampling(1.0), "chain")
+
+
+@pytest.mark.parametrize("kind", ["prompt_lookup", "ngram", "draft_model", "mtp"])
 def test_point_drafts_keep_the_target_s_law(monkeypatch, kind):
     target = tiny_target(3, hidden=16, eos=(), spread=0.3)
     target.eos_ids = ()
@@ -147,5 +159,6 @@ def test_point_drafts_keep_the_target_s_law(monkeypatch, kind):
         "prompt_lookup": PromptLookup(PromptLookupConfig(kind="prompt_lookup"), target, None),
         "ngram": table(target, [[0, 1, 2, 2, 0, 1, 1, 0]]),
         "draft_model": ready(target, small(4, vocab=3), small(5, vocab=3)),
+        "mtp": mtp(target, noise=0.2),
     }[kind]
     assert_exact(monkeypatch, target, drafter, chain(2), "point_mass", 3, Sampling(1.0), "point")

@@ -9,6 +9,7 @@ from draftsmith.drafters.tree import Tree, chain
 from draftsmith.eval.decode import decode
 from draftsmith.eval.summary import Trial, acceptance
 from draftsmith.eval.walk import matched, rank_table, walk, walk_one
+from tests.drafters.test_mtp import mtp
 from tests.eval.test_decode import noisy_drafter
 from tests.tiny import tiny_target
 
@@ -29,10 +30,13 @@ def answers(target, count=6, length=24):
     [chain(3), chain(1), Tree(((0,), (1,), (0, 0), (1, 2), (0, 0, 1)))],
     ids=["chain", "one", "tree"],
 )
-@pytest.mark.parametrize("reads_root", [False, True])
-def test_walked_tau_is_decoded_tau(tree, reads_root):
+@pytest.mark.parametrize("kind", ["heads", "heads that read the root", "mtp"])
+def test_walked_tau_is_decoded_tau(tree, kind):
     target = tiny_target(40, seed=1, spread=0.15, eos=(7,))
-    drafter = noisy_drafter(target, seed=1, reads_root=reads_root)
+    if kind == "mtp":
+        drafter = mtp(target, seed=1, noise=0.02)
+    else:
+        drafter = noisy_drafter(target, seed=1, reads_root=kind != "heads")
     documents = answers(target)
     result = walk(rank_table(target, drafter, documents, rows=2, chunk=128, max_length=40), tree)
     rounds = emitted = 0

@@ -59,7 +59,9 @@ def recipe_for(target, *, train=None, optim=None, drafter=None, dtype="float32",
             "name": "counting",
             "target": {"model": str(target), "dtype": dtype, "device": "cpu"},
             "data": {"max_length": 64, "held_out": 8, "max_prompt_tokens": 16},
-            "drafter": {"heads": 3, **(drafter or {})},
+            "drafter": drafter
+            if drafter and "kind" in drafter
+            else {"heads": 3, **(drafter or {})},
             "optim": {"lr": 1e-2, "warmup_steps": 5, **(optim or {})},
             "train": {
                 "epochs": 3,

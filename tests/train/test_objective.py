@@ -173,6 +173,10 @@ def test_slot_weights_closed_forms() -> None:
     assert_close(geometric, torch.tensor([0.8, 0.64, 0.512]))
     exponential = slot_weights(ObjectiveConfig(weights="exponential", gamma=4.0), 3)
     assert_close(exponential, torch.tensor([0.0, -0.25, -0.5]).exp())
+    for block, gamma in ((8, 4.0), (10, 5.0), (16, 7.0)):  # DFlash's table
+        published = slot_weights(ObjectiveConfig(weights="exponential"), block - 1)
+        given = slot_weights(ObjectiveConfig(weights="exponential", gamma=gamma), block - 1)
+        assert torch.equal(published, given)
     listed = ObjectiveConfig(weights="list", slot_weights=(1.0, 0.0))
     assert slot_weights(listed, 2).tolist() == [1.0, 0.0]
     with pytest.raises(UserError, match="slot_weights: 2 given for 3 slots"):

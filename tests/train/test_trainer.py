@@ -38,6 +38,18 @@ def test_medusa_learns_to_count(tmp_path):
     assert torch.equal(loaded.weight, weights(run)["weight"])
 
 
+@pytest.mark.parametrize("recursion", ["teacher", "on_policy", "mixed"])
+def test_mtp_learns_to_count(tmp_path, recursion):
+    target = save_target(tmp_path / "target", hidden=64)
+    run = save_rows(tmp_path / "run", [counting_row(number) for number in range(48)], target)
+    drafter = {"kind": "mtp", "draft_tokens": 3, "recursion": recursion}
+    train(recipe_for(target, train={"epochs": 16, "rows_per_step": 2}, drafter=drafter), run)
+    log = read_log(run)
+    assert log[0]["loss"] > 3.0 and log[-1]["loss"] < 0.5
+    assert min(log[-1]["conditional_hit_rate"]) > 0.9
+    assert read_log(run, "held_out")[-1]["tau"] > 2.0
+
+
 def test_a_reduced_draft_vocabulary_is_counted_on_the_rows_and_kept(target, run):
     recipe = recipe_for(target, drafter={"draft_vocab": 18})
     loaded = load_drafter(train(recipe, run), Target.load(recipe.target))

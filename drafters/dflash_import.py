@@ -1,0 +1,70 @@
+"""Reading a block drafter that was made elsewhere, in z-lab's layout."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from draftsmith.drafters.dflash import DFlash
+from draftsmith.drafters.geometry import Geometry, geometry_of, rope_of
+from draftsmith.drafters.target import Target
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import DFlashConfig
+
+MEASURES = {  # of a layer, as a config names them
+    "hidden_size": "hidden",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "intermediate",
+    "rms_norm_eps": "eps",
+}
+
+
+def import_dflash(folder: Path, target: Target) -> DFlash:
+    """The drafter of a folder in z-lab's layout, for decoding or further training. Raises UserError
+    where it is none, is for another target, or has what ours have not.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        made = DFlash(read_config(config, geometry_of(target.config)), target, None)
+        made.load_native(load_file(folder / "model.safetensors"))
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise UserError(
+            f"{folder}: no block drafter for {target.name} ({reason(error)})"
+        ) from error
+    return made.to(target.device)
+
+
+def reason(error: Exception) -> str:
+    """An error in one line."""
+    if isinstance(error, KeyError):
+        return f"its config.json has no {error}"
+    if isinstance(error, ValidationError):
+        detail = error.errors()[0]
+        return " ".join([*map(str, detail["loc"]), detail["msg"]])
+    return " ".join(str(error).split())
+
+
+def read_config(config: Mapping[str, Any], shape: Geometry) -> DFlashConfig:
+    """Our knobs. Raises ValueError for a network that is not ours, KeyError for what is missing."""
+    own, layers = config.get("dflash_config", {}), config["num_hidden_layers"]
+    differing = [name for name, mine in MEASURES.items() if config[name] != getattr(shape, mine)]
+    if rope_of(dict(config)) != shape.rope:
+        differing.append("rope_parameters")
+    if differing:
+        raise ValueError(f"its {', '.join(differing)} is not that of the target's layers")
+    kinds = config.get("layer_types") or ["full_attention"] * layers
+    if set(kinds) != {"full_attention"} or config.get("attention_bias"):
+        raise ValueError("it has sliding layers or biases, which are not supported")
+    return DFlashConfig(
+        kind="dflash",
+        block_size=own.get("block_size") or config["block_size"],
+        layers=layers,
+        taps=tuple(own["target_layer_ids"]),
+        mask_token_id=own["mask_token_id"],
+    )
