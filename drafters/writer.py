@@ -7,6 +7,7 @@ the next round: always the root, and after full acceptance the last draft, which
 
 import sys
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +42,9 @@ class Writer:
     head: Tensor  # [Vq, D]
     ids: Tensor | None  # [Vq]; None: the rows in order
 
-    @property
+    @cached_property
     def positions(self) -> int:
-        """How long a text it can read."""
+        """How long a text it can read. Kept: every round asks."""
         return int(self.model.config.to_dict().get("max_position_embeddings") or sys.maxsize)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """From trials, checks and costs to the report's arms and samples."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,8 @@ from draftsmith.data.dataset import Document
 from draftsmith.drafters.methods import Drafter
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree
-from draftsmith.eval.bench import Arm, BenchPrompt
+from draftsmith.eval.arms import Arm
+from draftsmith.eval.bench import BenchPrompt
 from draftsmith.eval.check import (
     Answer,
     Divergence,
@@ -20,10 +21,13 @@ from draftsmith.eval.check import (
     law_score,
 )
 from draftsmith.eval.decode import Decoded
-from draftsmith.eval.report import ArmReport, Piece, Sample
+from draftsmith.eval.gap import explain_gap
+from draftsmith.eval.lossy import Quality, measure_quality
+from draftsmith.eval.report import BY_DESIGN, ArmReport, Piece, Sample
 from draftsmith.eval.summary import (
     Trial,
     acceptance,
+    acceptance_by_category,
     mean_milliseconds,
     percentiles,
     prompt_totals,
@@ -60,7 +64,8 @@ class Memory:
     divergences: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Divergence]] = field(
         default_factory=dict
     )
-    tables: dict[str, RankTable] = field(default_factory=dict)  # by baseline
+    tables: dict[tuple[str | None, str], RankTable] = field(default_factory=dict)  # drafter, plain
+    alphas: dict[Hashable, float | None] = field(default_factory=dict)
 
 
 def check_arm(
@@ -77,14 +82,43 @@ def check_arm(
     lossless, sentence = judge(target, arm, answers, memory)
     alpha = tau = None
     if arm.drafter is not None and arm.drafter.config.walks:
-        drawn = arm.draw != "point"
-        alpha = first_slot_alpha(target, arm.drafter, answers, arm.sampling, drawn=drawn)
-        if not drawn and arm.baseline not in memory.tables:
-            documents = documents_of(plain, prompts, greedy=arm.sampling.greedy)
-            memory.tables[arm.baseline] = recipe_ranks(recipe, target, arm.drafter, documents)
-        if not drawn:  # a text does not say which drafts were drawn
-            tau = walk(memory.tables[arm.baseline], arm.tree).total.tau_micro or None
+        alpha = known_alpha(target, arm, answers, memory)
+        if arm.draw == "point" and arm.batch == 1 and arm.rule.lossless:
+            # A text does not say which drafts were drawn, nor what a lossy rule would accept.
+            tau = walked_tau(recipe, target, arm, plain, prompts, memory)
     return Verdicts(lossless, sentence, alpha, tau)
+
+
+def known_alpha(
+    target: Target, arm: Arm, answers: Sequence[Answer], memory: Memory
+) -> float | None:
+    """The first slot's alpha over an arm's answers; a pass only over answers that are new."""
+    assert arm.drafter is not None
+    drawn = arm.draw != "point"
+    texts = tuple((tuple(answer.prompt), tuple(answer.output)) for answer in answers)
+    key = (arm.kind, drawn, arm.sampling, texts)
+    if key not in memory.alphas:
+        memory.alphas[key] = first_slot_alpha(
+            target, arm.drafter, answers, arm.sampling, drawn=drawn
+        )
+    return memory.alphas[key]
+
+
+def walked_tau(
+    recipe: Recipe,
+    target: Target,
+    arm: Arm,
+    plain: Sequence[Trial],
+    prompts: Sequence[BenchPrompt],
+    memory: Memory,
+) -> float | None:
+    """The walk over the plain arm's answers with an arm's tree."""
+    assert arm.drafter is not None
+    key = (arm.kind, arm.baseline)
+    if key not in memory.tables:
+        documents = documents_of(plain, prompts, greedy=arm.sampling.greedy)
+        memory.tables[key] = recipe_ranks(recipe, target, arm.drafter, documents)
+    return walk(memory.tables[key], arm.tree).total.tau_micro or None
 
 
 def answers_of(trials: Sequence[Trial], prompts: Sequence[BenchPrompt]) -> list[Answer]:
@@ -153,24 +187,27 @@ def arm_report(
     plain: Sequence[Trial],
     verdicts: Verdicts,
     cost: RoundCost | None,
-    *,
-    kind: str,
+    quality: Quality | None = None,
 ) -> ArmReport:
     """All figures of one arm."""
     timed, baseline = prompt_totals(trials, prefill=False), prompt_totals(plain, prefill=False)
     whole, whole_baseline = prompt_totals(trials, prefill=True), prompt_totals(plain, prefill=True)
     depth = 0 if arm.tree is None else int(arm.tree.depth.max())
     slots, tau = acceptance(trials, depth), tau_micro(trials)
-    drafted = arm.drafter is not None
+    gained, parts = speedup(baseline, timed), mean_milliseconds(trials)
+    predicted = None
+    if cost is not None and tau is not None:
+        predicted = predicted_speedup(tau, cost, drafted=drafted_share(trials))
     return ArmReport(
         name=arm.name,
         engine=arm.engine,
-        drafter=kind if drafted else None,
+        drafter=arm.kind,
         rule=arm.acceptance,
+        draw=None if arm.drafter is None else arm.draw,
         temperature=arm.sampling.temperature,
         top_p=arm.sampling.top_p,
         top_k=arm.sampling.top_k,
-        batch=1,
+        batch=arm.batch,
         dtype=str(target.dtype).removeprefix("torch."),
         quantisation=f"weights {target.fingerprint['origin']}",
         device=str(target.device),
@@ -178,16 +215,17 @@ def arm_report(
         baseline=arm.baseline,
         draft_tokens=depth or None,
         tree=tree_paths(arm.tree),
-        prompts=len(timed.tokens),
+        prompts=len({trial.prompt for trial in trials}),
         tokens=int(timed.tokens.sum()),
         tokens_per_second=tokens_per_second(timed),
         tokens_per_second_with_prefill=tokens_per_second(whole),
-        speedup=speedup(baseline, timed),
+        speedup=gained,
         speedup_interval=speedup_interval(baseline, timed),
         speedup_with_prefill=speedup(whole_baseline, whole),
-        predicted_speedup=None
-        if cost is None or tau is None
-        else predicted_speedup(tau, cost, drafted=drafted_share(trials)),
+        predicted_speedup=predicted,
+        gap=explain_gap(
+            gained, predicted, cost=cost, plain_ms=mean_milliseconds(plain), round_ms=parts
+        ),
         tau_micro=tau,
         tau_macro=tau_macro(trials),
         tau_walk=verdicts.tau_walk,
@@ -196,12 +234,17 @@ def arm_report(
         conditional_acceptance=slots.conditional,
         joint_acceptance=slots.joint,
         reached=slots.reached,
-        lossless=verdicts.lossless if arm.rule.lossless else "by design not",
+        conditional_by_category={
+            name: of.conditional for name, of in acceptance_by_category(trials, depth).items()
+        },
+        lossless=verdicts.lossless if arm.rule.lossless else BY_DESIGN,
         check=verdicts.sentence,
-        milliseconds=mean_milliseconds(trials),
+        milliseconds=parts,
+        overhead_share=parts["overhead"] / sum(parts.values()) if any(parts.values()) else 0.0,
         token_ms=percentiles(token_seconds(trials)),
         request_ms=percentiles([t.decoded.prefill_s + t.decoded.decode_s for t in trials]),
         drafter_bytes=drafter_bytes(arm.drafter, target),
+        quality=quality,
     )
 
 
@@ -267,3 +310,19 @@ def stretch_texts(tokenizer: Any, stretches: Sequence[list[int]]) -> list[str]:
         texts.append(new)
         before = whole if whole.startswith(before) else before
     return texts
+
+
+def quality_of(
+    target: Target,
+    arm: Arm,
+    trials: Sequence[Trial],
+    plain: Sequence[Trial],
+    prompts: Sequence[BenchPrompt],
+) -> Quality:
+    """An arm's first answer to every prompt beside plain decoding's."""
+
+    def first(of: Sequence[Trial]) -> list[Answer]:
+        answers = {trial.prompt: trial.decoded.tokens for trial in of if trial.repeat == 0}
+        return [Answer(prompts[at].ids, answers[at]) for at in sorted(answers)]
+
+    return measure_quality(target, arm, first(trials), first(plain))

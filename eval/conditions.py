@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from draftsmith.drafters.target import Target
-from draftsmith.eval.bench import Arm, BenchPrompt
-from draftsmith.eval.tune import Calibration
+from draftsmith.eval.bench import BenchPrompt
+from draftsmith.eval.subjects import Subject
+from draftsmith.eval.tune import Choice
 from draftsmith.recipes.provenance import git_revision
 from draftsmith.recipes.schema import Recipe
 
@@ -33,7 +34,7 @@ def conditions(
         "template": f"{target.fingerprint['template']}, thinking "
         f"{'not passed' if thinking is None else thinking}",
         "machine": machine(target),
-        "engine": "eager PyTorch, batch 1, one process",
+        "engine": "eager PyTorch, one process; a batch shrinks as its answers end",
         "cost context": f"after {context} cached tokens",
         "revision": git_revision(),
         "seed": str(recipe.seed),
@@ -53,26 +54,29 @@ def machine(target: Target) -> str:
 
 def notes(
     target: Target,
-    arms: Sequence[Arm],
+    subjects: Sequence[Subject],
+    choices: Mapping[str, Choice],
     dropped: Mapping[str, int],
-    *,
-    searched: Calibration | None,
 ) -> list[str]:
-    """What a reader must know before quoting a figure. `searched`: what the tree was chosen by."""
+    """What a reader must know before quoting a figure."""
     origin = target.fingerprint["origin"]
     found = [f"The target's weights: {origin}."]
     if origin.startswith("de-quantised"):
         found.append("De-quantised weights are not the published ones: figures are of this target.")
-    trees = [arm.tree for arm in arms if arm.tree is not None]
-    if searched is not None and all(tree.is_chain for tree in trees):
-        found.append("The tree search chose a chain: on this machine no branch pays for its node.")
-    if searched is not None and not searched.greedy:
-        found.append("The tree was searched on sampled answers; no held-out answer is greedy.")
-    if all(arm.assistance is None for arm in arms):
-        found.append(
-            "transformers' assisted generation cannot use this drafter; it is not among the "
-            "baselines."
-        )
+    for subject in subjects:
+        choice, calibration = choices.get(subject.name), subject.calibration
+        if choice is None or calibration is None:
+            continue
+        if all(len(path) == depth for depth, path in enumerate(choice.paths, start=1)):
+            found.append(
+                f"{subject.name}: the tree search chose a chain: on this machine no branch pays "
+                "for its node."
+            )
+        if not calibration.greedy:
+            found.append(
+                f"{subject.name}: the tree was searched on sampled answers; no held-out answer is "
+                "greedy."
+            )
     return found + [
         f"{count} evaluation prompts left out: {why}." for why, count in dropped.items()
     ]

@@ -14,14 +14,14 @@ from torch import Tensor
 from draftsmith.drafters.cache import Mark
 from draftsmith.drafters.coins import Coins, SeededCoins
 from draftsmith.drafters.methods import Drafter
-from draftsmith.drafters.proposal import Proposal, Verdict
+from draftsmith.drafters.proposal import Draw, Proposal, Verdict
 from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.slots import TargetStates
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree
 from draftsmith.eval.decode import Loop, clock, play
 from draftsmith.eval.theory import RoundCost
-from draftsmith.eval.verify import Laws, point_mass
+from draftsmith.eval.verify import Laws, Rule, point_mass
 
 WARM_UP = 2  # turns that are thrown away
 
@@ -31,10 +31,10 @@ class Bench:
     """A cached context to which every timed round is put back."""
 
     plain: Loop
-    ids: Tensor  # the context [1, S]
-    lengths: Tensor  # [1]: S
-    states: TargetStates  # its states [1, S, D]
-    root: Tensor  # [1]
+    ids: Tensor  # the context [B, S]
+    lengths: Tensor  # [B]: S
+    states: TargetStates  # its states [B, S, D]
+    root: Tensor  # [B]
     mark: Mark  # of the cache behind the context
 
 
@@ -55,10 +55,17 @@ def measure_costs(
     *,
     context: int,
     sampling: Sampling,
+    rule: Rule = point_mass,
+    draw: Draw = "point",
+    batch: int = 1,
     turns: int = 15,
 ) -> list[RoundCost]:
-    """The cost of a round with each tree, and of a plain step, after `context` cached tokens."""
-    bench = prepare(target, context, sampling, drafter.taps)
+    """The cost of a round with each tree, and of a plain step, after `context` cached tokens in
+    each of `batch` rows.
+    """
+    coins = SeededCoins(range(batch))
+    loop = Loop(target, None, None, sampling, coins, target.new_cache(), rule, draw)
+    bench = prepare(loop, context, batch, drafter.taps)
     state = drafter.start(bench.ids, bench.lengths, bench.states)
     plain: list[float] = []
     drafted: list[list[Parts]] = [[] for _ in trees]
@@ -81,17 +88,16 @@ def measure_costs(
     ]
 
 
-def prepare(target: Target, context: int, sampling: Sampling, taps: tuple[int, ...] = ()) -> Bench:
-    """Cache `context` random tokens. They repeat, or prompt lookup would have nothing to draft; to
-    others, what they are changes no cost.
+def prepare(plain: Loop, context: int, batch: int, taps: tuple[int, ...]) -> Bench:
+    """Cache `context` random tokens, the same in every row. They repeat, or prompt lookup would
+    have nothing to draft; to others, what they are changes no cost.
     """
-    generator = torch.Generator().manual_seed(0)
+    target, generator = plain.target, torch.Generator().manual_seed(0)
     period = max(1, context // 4)
     some = torch.randint(target.vocab_size, (1, period), generator=generator).to(target.device)
-    whole = some.repeat(1, context // period + 2)
+    whole = some.repeat(batch, context // period + 2)
     ids, root = whole[:, :context], whole[:, context]
-    plain = Loop(target, None, None, sampling, SeededCoins([0]), target.new_cache())
-    lengths = torch.tensor([context], device=target.device)
+    lengths = torch.full((batch,), context, device=target.device)
     states = target.prefill(ids, lengths, plain.cache, taps=taps)
     return Bench(plain, ids, lengths, states, root, plain.cache.mark())
 
@@ -106,8 +112,8 @@ def time_tree(bench: Bench, drafter: Drafter, state: object, tree: Tree) -> Part
     """Seconds of one drafted round of the decoding loop, in its three parts."""
 
     def rule(laws: Laws, proposal: Proposal, coins: Coins) -> Verdict:
-        point_mass(laws, proposal, coins)  # for its time
-        return some_verdict(tree, laws)
+        bench.plain.rule(laws, proposal, coins)  # for its time
+        return some_verdict(proposal, laws)
 
     return time_round(bench, replace(bench.plain, drafter=drafter, tree=tree, rule=rule), state)
 
@@ -120,8 +126,12 @@ def time_round(bench: Bench, loop: Loop, state: object) -> Parts:
     return seconds
 
 
-def some_verdict(tree: Tree, laws: Laws) -> Verdict:
-    """Two drafts accepted (one where node 1 has no child): random context would accept none."""
-    children = (tree.parent == 1).nonzero()[:1, 0] + 1
-    path = torch.cat([children.new_ones(1), children])[None]  # [1, P]
-    return Verdict(path, path.new_full((1,), path.shape[1]), laws.best[:, 0])
+def some_verdict(proposal: Proposal, laws: Laws) -> Verdict:
+    """Two drafts accepted (one where node 1 has no child; what there is, where less was drafted):
+    random context would accept none.
+    """
+    batch, count = proposal.tokens.shape
+    below = (proposal.parent[0] == 1).nonzero()[:1, 0] + 1
+    path = torch.cat([below.new_ones(min(1, count)), below])  # [P]
+    length = path.new_full((batch,), len(path))
+    return Verdict(path.expand(batch, -1), length, laws.best[:, 0])

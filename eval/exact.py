@@ -16,8 +16,9 @@ from draftsmith.drafters.checkpoint import load_drafter, read_metadata
 from draftsmith.drafters.methods import Drafter, build
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree, chain
+from draftsmith.eval.arms import Arm, Candidate, greedy_arms
 from draftsmith.eval.assemble import documents_of, judge_greedy
-from draftsmith.eval.bench import Arm, BenchPrompt, greedy_arms, run_arm
+from draftsmith.eval.bench import BenchPrompt, run_arm
 from draftsmith.eval.check import Answer, Divergence, greedy_divergences
 from draftsmith.eval.prompts import evaluation_prompts
 from draftsmith.eval.stage import stored_recipe
@@ -87,7 +88,8 @@ def decode_all(
     trials = []
     with Bar(arm.name, len(prompts), "answers") as bar:
         for index, prompt in enumerate(prompts):
-            decoded = run_arm(target, arm, prompt.ids, max_new_tokens=max_new_tokens, seed=0)
+            limit = max_new_tokens
+            (decoded,) = run_arm(target, arm, [prompt.ids], max_new_tokens=limit, seeds=[0])
             trials.append(Trial(index, prompt.category, decoded))
             bar.advance()
     return trials
@@ -170,7 +172,7 @@ def check(subject: Subject) -> bool:
     recipe, target, drafter = subject.recipe, subject.target, subject.drafter
     straight = chain(drafter.depth).to(target.device)
     tree = subject.tree.to(target.device)
-    arms = greedy_arms(drafter, recipe.drafter.kind, straight, tree)
+    arms = greedy_arms(Candidate(recipe.drafter.kind, drafter, straight, tree))
     prompts, _ = evaluation_prompts(target, recipe)
     findings = examine(recipe, target, arms, prompts)
     print(

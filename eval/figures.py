@@ -1,41 +1,25 @@
-"""The report's figures. Drawn once; the HTML takes them as SVG, the folder as PNG.
+"""The report's figures. Drawn once; the HTML takes them as SVG, the folder as PNG."""
 
-In the SVG the ink is the page's own text colour: figures read on light and dark pages alike.
-"""
-
-import io
-import re
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from matplotlib import rc_context
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from draftsmith.eval.charts import batch_figure, batches_of, kind_colour, scatter_figure
+from draftsmith.eval.plotting import (
+    COLOURS,
+    FAINT,
+    INK,
+    PARTS,
+    STYLE,
+    canvas,
+    percent,
+    plain_text,
+)
 from draftsmith.eval.report import ArmReport, Report, TreeChoice
-from draftsmith.eval.tables import drafting, fixed, visible
+from draftsmith.eval.tables import drafting, fixed, front, ranked
 
-INK, FAINT = "#101112", "#8a8f98"
-COLOURS = ("#3b82c4", "#e08a1e", "#2a9d78", "#b667a8", "#c4554d")
-PARTS = (("draft", "#e08a1e"), ("verify", "#3b82c4"), ("overhead", FAINT))
-STYLE: dict[Any, Any] = {  # matplotlib types its keys as 300 literals
-    "font.size": 9,
-    "font.family": "DejaVu Sans",
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": FAINT,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 9,
-    "axes.axisbelow": True,
-    "grid.color": FAINT,
-    "grid.alpha": 0.25,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "legend.frameon": False,
-    "svg.fonttype": "path",
-}
+MOST = 40  # arms of a figure with a line for each
 
 
 def draw_figures(report: Report) -> dict[str, Figure]:
@@ -47,8 +31,13 @@ def draw_figures(report: Report) -> dict[str, Figure]:
             "tau_by_category": category_figure(report),
             "round_breakdown": round_figure(report),
         }
-        if report.tree is not None and len(report.tree.nodes) > 1:
-            figures["tree_size"] = tree_figure(report.tree)
+        if drafting(report):
+            figures["tau_speedup"] = scatter_figure(report)
+        if len(batches_of(report)) > 1:
+            figures["batch_sizes"] = batch_figure(report)
+        searched = {name: tree for name, tree in report.trees.items() if len(tree.nodes) > 1}
+        if searched:
+            figures["tree_size"] = tree_figure(searched)
         if (training := training_figure(report.training)) is not None:
             figures["training"] = training
     return figures
@@ -56,13 +45,13 @@ def draw_figures(report: Report) -> dict[str, Figure]:
 
 def speedup_figure(report: Report) -> Figure:
     """Measured speedup with its interval, and what the isolated costs predict."""
-    arms = [arm for arm in report.arms if arm.name != arm.baseline]
-    figure, axes = canvas(7.2, 0.9 + 0.42 * len(arms))
+    arms = ranked([arm for arm in report.arms if arm.name != arm.baseline])[:MOST]
+    figure, axes = canvas(7.2, 0.9 + 0.32 * len(arms))
     for row, arm in enumerate(arms):
         value = arm.speedup or 0.0  # no bar where no token was timed
         low, high = arm.speedup_interval or (value, value)
         bars = [[max(0.0, value - low)], [max(0.0, high - value)]]
-        axes.barh(row, value, height=0.55, color=colour_of(report, arm), alpha=0.85)
+        axes.barh(row, value, height=0.55, color=drafter_colour(report, arm), alpha=0.85)
         axes.errorbar(value, row, xerr=bars, color=INK, capsize=3, lw=1.2)
         if arm.predicted_speedup is not None:
             axes.plot(arm.predicted_speedup, row, "D", mfc="none", mec=INK, ms=6, mew=1.3)
@@ -83,7 +72,7 @@ def slot_figure(report: Report) -> Figure:
     """Conditional and joint acceptance, each on an axis of its own."""
     figure = Figure(figsize=(7.2, 2.9), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    for arm in drafting(report):
+    for arm in front(report):
         slots = range(1, len(arm.conditional_acceptance) + 1)
         look = {"color": colour_of(report, arm), "marker": "o", "ms": 4, "lw": 1.6}
         left.plot(slots, percent(arm.conditional_acceptance), label=plain_text(arm.name), **look)
@@ -98,13 +87,13 @@ def slot_figure(report: Report) -> Figure:
         axes.grid(axis="y")
         axes.set_ylim(0)
     left.set_ylabel("accepted (%)")
-    figure.legend(loc="outside upper center", ncols=4)
+    figure.legend(loc="outside upper center", ncols=3)
     return figure
 
 
 def category_figure(report: Report) -> Figure:
     """Acceptance length by category of prompt."""
-    arms = drafting(report)
+    arms = front(report)
     categories = sorted({category for arm in arms for category in arm.tau_by_category})
     figure, axes = canvas(7.2, 3.0)
     width = 0.8 / max(1, len(arms))
@@ -119,14 +108,16 @@ def category_figure(report: Report) -> Figure:
     axes.set_ylabel("tokens per target pass")
     axes.set_ylim(bottom=1.0)
     axes.grid(axis="y")
-    figure.legend(loc="outside upper center", ncols=4)
+    figure.legend(loc="outside upper center", ncols=3)
     return figure
 
 
 def round_figure(report: Report) -> Figure:
     """Where a round's time goes, beside the plain step that it competes with."""
-    figure, axes = canvas(7.2, 0.9 + 0.36 * len(report.arms))
-    for row, arm in enumerate(report.arms):
+    arms = [arm for arm in report.arms if arm.name == arm.baseline]
+    arms = sorted([*arms, *drafting(report)], key=lambda arm: arm.batch)[:MOST]
+    figure, axes = canvas(7.2, 0.9 + 0.3 * len(arms))
+    for row, arm in enumerate(arms):
         start = 0.0
         for part, colour in PARTS:
             label = part if row == 0 else None
@@ -136,7 +127,7 @@ def round_figure(report: Report) -> Figure:
             start += arm.milliseconds[part]
         tokens = "" if arm.tau_micro is None else f" / {arm.tau_micro:.2f} tokens"
         axes.annotate(f" {start:.1f} ms{tokens}", (start, row), va="center")
-    axes.set_yticks(range(len(report.arms)), [plain_text(arm.name) for arm in report.arms])
+    axes.set_yticks(range(len(arms)), [plain_text(arm.name) for arm in arms])
     axes.invert_yaxis()
     axes.margins(x=0.25)
     axes.set_xlim(0)
@@ -145,25 +136,23 @@ def round_figure(report: Report) -> Figure:
     return figure
 
 
-def tree_figure(tree: TreeChoice) -> Figure:
+def tree_figure(trees: Mapping[str, TreeChoice]) -> Figure:
     """What the search weighed: tokens per round, and the speedup that they should give."""
-    figure = Figure(figsize=(7.2, 2.7), layout="constrained")
+    figure = Figure(figsize=(7.2, 2.9), layout="constrained")
     left, right = figure.subplots(1, 2)
-    gain = [t * tree.plain_ms / ms for t, ms in zip(tree.tau, tree.round_ms, strict=True)]
-    for axes, values, label in (
-        (left, tree.tau, "tokens per round (held out)"),
-        (right, gain, "predicted speedup (x)"),
-    ):
-        axes.plot(tree.nodes, values, color=COLOURS[0], marker="o", ms=4, lw=1.6)
-        if tree.chosen in tree.nodes:
-            axes.axvline(
-                tree.chosen, color=COLOURS[1], lw=1.4, ls="--", label=f"chosen: {tree.chosen}"
-            )
+    for number, (name, tree) in enumerate(trees.items()):
+        gain = [t * tree.plain_ms / ms for t, ms in zip(tree.tau, tree.round_ms, strict=True)]
+        colour = COLOURS[number % len(COLOURS)]
+        for axes, values in ((left, tree.tau), (right, gain)):
+            axes.plot(tree.nodes, values, color=colour, marker="o", ms=4, lw=1.6)
+            axes.axvline(tree.chosen, color=colour, lw=1.2, ls="--")
+        left.plot([], [], color=colour, label=f"{plain_text(name)}, chosen: {tree.chosen}")
+    for axes, label in ((left, "tokens per round (held out)"), (right, "predicted speedup (x)")):
         axes.set_xlabel("nodes")
         axes.set_ylabel(label)
         axes.grid()
+    figure.legend(loc="outside upper center", ncols=3)
     right.axhline(1.0, color=INK, lw=1, ls=":")
-    right.legend()
     return figure
 
 
@@ -188,44 +177,12 @@ def training_figure(curve: Sequence[dict[str, float]]) -> Figure | None:
     return figure
 
 
-def canvas(width: float, height: float) -> tuple[Figure, Axes]:
-    """A figure with one pair of axes; inches."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots()
-
-
-def percent(rates: Sequence[float | None]) -> list[float]:
-    """Rates for an axis; unknown ones leave a gap."""
-    return [float("nan") if rate is None else 100 * rate for rate in rates]
-
-
 def colour_of(report: Report, arm: ArmReport) -> str:
-    """Grey for baselines, then one colour per drafting arm, the same in every figure."""
-    names = [other.name for other in drafting(report)]
-    return COLOURS[names.index(arm.name) % len(COLOURS)] if arm.name in names else FAINT
+    """One colour per arm that stands for its drafter by slot and by category."""
+    names = [other.name for other in front(report)]
+    return COLOURS[names.index(arm.name) % len(COLOURS)]
 
 
-def plain_text(text: str) -> str:
-    """A label of one line, at most 32 characters, that matplotlib does not read as a formula."""
-    text = " ".join(visible(text).split())
-    text = text if len(text) <= 32 else f"{text[:30]}..."
-    return text.replace("$", r"\$")
-
-
-def save_pngs(figures: dict[str, Figure], folder: Path) -> None:
-    """One PNG per figure, on white."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with rc_context(STYLE):
-        for name, figure in figures.items():
-            figure.savefig(folder / f"{name}.png", dpi=160, facecolor="white")
-
-
-def svg_of(name: str, figure: Figure) -> str:
-    """An <svg> element for an HTML page: no header, ids of its own, the page's ink."""
-    with rc_context({**STYLE, "svg.hashsalt": name}), io.StringIO() as buffer:
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-        text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    return text.replace(INK, "currentColor")
+def drafter_colour(report: Report, arm: ArmReport) -> str:
+    """Grey for baselines, then one colour per drafter."""
+    return FAINT if arm.drafter is None else kind_colour(report, arm.drafter)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from draftsmith.eval.report import Report
-from draftsmith.eval.tables import Table, detail_tables, result_table, visible
+from draftsmith.eval.tables import Table, detail_tables, leaderboard, visible
 
 MARKUP = "\\|*_`[]#"
 
@@ -12,7 +12,7 @@ def render_markdown(report: Report, figures: Sequence[str]) -> str:
     """The whole file. `figures` are names of PNGs in figures/."""
     parts = [
         f"# {cell(report.name)}",
-        section(result_table(report), level=2),
+        section(leaderboard(report), level=2),
         "\n".join(f"- {cell(note)}" for note in report.notes),
         "\n".join(f"![{name.replace('_', ' ')}](figures/{name}.png)" for name in figures),
         *(section(table, level=3) for table in detail_tables(report)),
@@ -33,8 +33,8 @@ def section(table: Table, *, level: int) -> str:
 
 
 def table_text(table: Table) -> str:
-    """Columns after the first are numbers, to the right."""
-    rule = ["---", *["---:"] * (len(table.header) - 1)]
+    """Columns after the first are numbers, to the right; sentences are not."""
+    rule = ["---", *["---" if table.prose else "---:"] * (len(table.header) - 1)]
     rows = [[cell(text) for text in row] for row in (table.header, *table.rows)]
     return "\n".join("| " + " | ".join(row) + " |" for row in (rows[0], rule, *rows[1:]))
 

@@ -5,15 +5,16 @@ from html import escape as escape_markup
 
 from matplotlib.figure import Figure
 
-from draftsmith.eval.figures import svg_of
+from draftsmith.eval.plotting import svg_of
 from draftsmith.eval.report import ArmReport, Report, Sample
 from draftsmith.eval.tables import (
     Table,
     detail_tables,
     drafting,
     fixed,
+    front,
     interval,
-    result_table,
+    leaderboard,
     visible,
     yes,
 )
@@ -23,6 +24,9 @@ CAPTIONS = {
     "acceptance_by_slot": "Acceptance by slot",
     "tau_by_category": "Acceptance length by category (bars start at 1: no draft accepted)",
     "round_breakdown": "Where a round's time goes",
+    "tau_speedup": "Tokens per target pass against speedup: an arm far below others of its tau "
+    "pays too much for its drafts",
+    "batch_sizes": "Speedup by batch size: each drafter's fastest greedy arm",
     "tree_size": "Tree size: held-out tokens per round against the cost of verifying more nodes",
     "training": "Training",
 }
@@ -76,7 +80,7 @@ def render_html(report: Report, figures: Mapping[str, Figure]) -> str:
     body = [
         heading(report),
         cards(report),
-        table_html(result_table(report)),
+        table_html(leaderboard(report)),
         notes(report),
         "<h2>Figures</h2>",
         *(figure_html(name, figure) for name, figure in figures.items()),
@@ -104,19 +108,18 @@ def escape(text: str) -> str:
 def heading(report: Report) -> str:
     """What was measured, and when."""
     target, arms = report.target, drafting(report)
-    kind = arms[0].drafter if arms else "no"
+    kinds = ", ".join(dict.fromkeys(str(arm.drafter) for arm in arms)) or "no"
     return (
         f"<header><h1>{escape(report.name)}</h1>"
-        f'<p class="soft">{escape(str(kind))} drafter for <code>{escape(target["model"])}</code> '
+        f'<p class="soft">{escape(kinds)} drafting for <code>{escape(target["model"])}</code> '
         f"(weights {escape(target['origin'])}), {escape(report.conditions['machine'])}, "
         f"{escape(report.created)}</p></header>"
     )
 
 
 def best_arm(report: Report) -> ArmReport | None:
-    """The fastest greedy drafting arm."""
-    greedy = [arm for arm in drafting(report) if arm.temperature == 0.0]
-    return max(greedy, key=lambda arm: arm.speedup or 0.0, default=None)
+    """The fastest greedy drafting arm, one prompt at a time where that was measured."""
+    return max(front(report), key=lambda arm: arm.speedup or 0.0, default=None)
 
 
 def cards(report: Report) -> str:
@@ -147,8 +150,9 @@ def table_html(table: Table) -> str:
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows
     )
     note = f'<p class="soft">{escape(table.note)}</p>' if table.note else ""
+    kind = ' class="text"' if table.prose else ""
     head, rows = f"<thead><tr>{head}</tr></thead>", f"<tbody>{rows}</tbody>"
-    return f'{note}<div class="table"><table>{head}{rows}</table></div>'
+    return f'{note}<div class="table"><table{kind}>{head}{rows}</table></div>'
 
 
 def notes(report: Report) -> str:

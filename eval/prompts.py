@@ -11,8 +11,13 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 
 
-def evaluation_prompts(target: Target, recipe: Recipe) -> tuple[list[BenchPrompt], Counter[str]]:
-    """The recipe's evaluation prompts, at most `eval.prompts`, and why others were left out."""
+def evaluation_prompts(
+    target: Target, recipe: Recipe, *, drafts: int = 0
+) -> tuple[list[BenchPrompt], Counter[str]]:
+    """The recipe's evaluation prompts, at most `eval.prompts`, and why others were left out.
+
+    drafts: the depth of the deepest other drafter, which needs room too.
+    """
     check_template(target.tokenizer, recipe.data.thinking, name=target.name)
     loaded = load_prompts(recipe.data, split="test", seed=recipe.seed)
     dropped = Counter(loaded.dropped)
@@ -36,7 +41,7 @@ def evaluation_prompts(target: Target, recipe: Recipe) -> tuple[list[BenchPrompt
         raise UserError(
             f"{recipe.data.eval_prompts}: no evaluation prompt is left. Dropped: {listed(dropped)}"
         )
-    check_positions(target, rendered, recipe)
+    check_positions(target, rendered, recipe, max(drafts, recipe.drafter.depth))
     return rendered, dropped
 
 
@@ -50,10 +55,11 @@ def spread(prompts: Sequence[Prompt]) -> list[Prompt]:
     return [prompts[index] for _, index in sorted(turns)]
 
 
-def check_positions(target: Target, prompts: Sequence[BenchPrompt], recipe: Recipe) -> None:
+def check_positions(
+    target: Target, prompts: Sequence[BenchPrompt], recipe: Recipe, drafts: int
+) -> None:
     """UserError when a prompt, its answer and the drafts exceed the target's positions."""
     room = target.config.to_dict().get("max_position_embeddings")
-    drafts = recipe.drafter.depth
     needed = max(len(prompt.ids) for prompt in prompts) + recipe.eval.max_new_tokens + drafts
     if room is not None and needed > room:
         raise UserError(

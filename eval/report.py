@@ -7,9 +7,11 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from draftsmith.eval.lossy import Quality
 from draftsmith.eval.summary import Acceptance, Percentiles
 from draftsmith.recipes.files import write_text
 
+BY_DESIGN = "by design not"  # lossless, of a rule that says so itself
 DEFINITIONS = {
     "speedup": "Seconds per token of plain decoding over seconds per token of the arm, on the same "
     "prompts, in the same process, each prompt decoded by every arm in turn. Prefill, and the "
@@ -30,6 +32,16 @@ DEFINITIONS = {
     "drafts accepted).",
     "milliseconds": "Mean per round: draft (the drafter proposes), verify (one target pass and the "
     "choice of a token at every node), overhead (acceptance, cache, bookkeeping).",
+    "overhead_share": "Overhead over the whole of a round: all that is neither the drafter's work "
+    "nor the target's pass with its choice of tokens.",
+    "batch": "Prompts that are decoded together. Speedup is over plain decoding of the same "
+    "batches; a batch takes as long as its longest answer, and an interval resamples batches.",
+    "quality": "Of lossy arms, and of one exact arm beside them, means over prompts with a 95 % "
+    "bootstrap over prompts: log-likelihood of the output under the target at temperature 1 (nats "
+    "per token), and its change against plain decoding of the same prompts; token_kl, KL(law of "
+    "the emitted token || target's law at this temperature), for drawn drafts at the first slot; "
+    "agreement with plain decoding's answer (twice the tokens in common blocks over the tokens of "
+    "both); share of answers identical to it.",
     "token_ms": "A round's time, split evenly over the tokens it emitted.",
     "request_ms": "Prefill and decoding of a whole answer.",
     "lossless": "Greedy: one pass over prompt and answer, every argmax equals the next token (in "
@@ -47,6 +59,7 @@ class ArmReport:
     engine: str
     drafter: str | None
     rule: str
+    draw: str | None  # how siblings were drawn; point: the likeliest tokens
     temperature: float
     top_p: float
     top_k: int
@@ -66,6 +79,7 @@ class ArmReport:
     speedup_interval: tuple[float, float] | None
     speedup_with_prefill: float | None
     predicted_speedup: float | None
+    gap: str  # between the two, in words; empty where it is at most 10 %
     tau_micro: float | None
     tau_macro: float | None
     tau_walk: float | None
@@ -74,12 +88,15 @@ class ArmReport:
     conditional_acceptance: list[float | None]
     joint_acceptance: list[float | None]
     reached: list[int]
+    conditional_by_category: dict[str, list[float | None]]
     lossless: bool | str
     check: str
     milliseconds: dict[str, float]
+    overhead_share: float  # of a round
     token_ms: Percentiles | None
     request_ms: Percentiles | None
     drafter_bytes: dict[str, int]  # weights; cache_per_token
+    quality: Quality | None = None  # of lossy arms, and of an exact one beside them
 
 
 @dataclass(frozen=True)
@@ -137,8 +154,9 @@ class Report:
     notes: list[str]
     arms: list[ArmReport]
     costs_ms: dict[str, dict[str, float]]  # by arm: plain, draft, verify, overhead, measured alone
-    walk: Walk | None = None
-    tree: TreeChoice | None = None
+    skipped: dict[str, str] = field(default_factory=dict)  # arms that cannot be, and why
+    walks: dict[str, Walk] = field(default_factory=dict)  # by drafter
+    trees: dict[str, TreeChoice] = field(default_factory=dict)  # by drafter, where searched
     samples: list[Sample] = field(default_factory=list)
     training: list[dict[str, float]] = field(default_factory=list)
     definitions: dict[str, str] = field(default_factory=lambda: dict(DEFINITIONS))
@@ -146,9 +164,10 @@ class Report:
 
 def write_report(report: Report, folder: Path) -> Path:
     """Write report.json, report.md, report.html and figures/*.png. Returns the HTML's path."""
-    from draftsmith.eval.figures import draw_figures, save_pngs
+    from draftsmith.eval.figures import draw_figures
     from draftsmith.eval.markdown import render_markdown
     from draftsmith.eval.page import render_html
+    from draftsmith.eval.plotting import save_pngs
 
     folder.mkdir(parents=True, exist_ok=True)
     figures = draw_figures(report)

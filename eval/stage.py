@@ -1,47 +1,48 @@
-"""The evaluation stage: a trained drafter in, a report out."""
+"""The evaluation stage: drafters in, one report out."""
 
 import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftsmith.data.dataset import Document, split_held_out, training_documents
-from draftsmith.drafters.checkpoint import (
-    META,
-    drafter_config,
-    load_drafter,
-    read_metadata,
-    update_metadata,
-)
-from draftsmith.drafters.methods import Drafter
-from draftsmith.drafters.sampler import Sampling
-from draftsmith.drafters.target import Target, is_path, local_folder
+from draftsmith.drafters.checkpoint import META, read_metadata, update_metadata
+from draftsmith.drafters.target import RECURRENT, Target, is_path, local_folder
 from draftsmith.drafters.tree import Tree, chain, expansion
-from draftsmith.eval.assemble import Memory, arm_report, check_arm, sample_of
-from draftsmith.eval.bench import Arm, BenchPrompt, greedy_arms, measure, sampled_arms
+from draftsmith.eval.arms import Arm, Candidate, Grid, make_grid
+from draftsmith.eval.assemble import (
+    Memory,
+    Verdicts,
+    arm_report,
+    check_arm,
+    quality_of,
+    sample_of,
+)
+from draftsmith.eval.bench import BenchPrompt, measure
 from draftsmith.eval.conditions import conditions, notes
 from draftsmith.eval.costs import measure_costs
+from draftsmith.eval.lossy import judged_arms, quality_from
 from draftsmith.eval.prompts import evaluation_prompts
-from draftsmith.eval.report import Report, Sample, TreeChoice, Walk, write_report
+from draftsmith.eval.report import ArmReport, Report, Sample, TreeChoice, Walk, write_report
+from draftsmith.eval.results import NAME, Results
+from draftsmith.eval.subjects import (
+    Subject,
+    check_same_target,
+    find_entries,
+    find_entry,
+    load_subjects,
+    own_subject,
+)
 from draftsmith.eval.summary import Trial, rates
-from draftsmith.eval.tables import result_table, terminal_table
+from draftsmith.eval.tables import leaderboard, terminal_table
 from draftsmith.eval.theory import RoundCost
 from draftsmith.eval.training_log import training_curve
-from draftsmith.eval.tune import (
-    Calibration,
-    Choice,
-    calibrate,
-    choose_tree,
-    fixed_choice,
-    from_json,
-    to_json,
-)
+from draftsmith.eval.tune import Calibration, Choice, choice_from, choose_tree, to_json
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.load import override_recipe
 from draftsmith.recipes.provenance import versions
@@ -49,6 +50,7 @@ from draftsmith.recipes.schema import EvalConfig, Recipe
 from draftsmith.recipes.stages import EVALUATION, ROUNDING
 
 SAMPLES = 4
+COST_TURNS = 9  # of every arm's rounds, measured alone
 # What may change when a drafter is measured from its folder; the rest says how it was trained.
 CONDITIONS = (
     *("eval", "target", *EVALUATION, "data.max_prompt_tokens", "data.thinking"),
@@ -60,99 +62,69 @@ CONDITIONS = (
 class Job:
     """What is evaluated, and where the report goes."""
 
-    recipe: Recipe
+    recipe: Recipe  # the conditions
     target: Target
-    drafter: Drafter
-    folder: Path  # the drafter's
+    subjects: Sequence[Subject]
     report: Path
-    calibration: Calibration | None  # None: the drafter's guesses have no ranks
-    log: Path  # training's; need not exist
-    keep_tree: bool  # whether the drafter is told which tree was chosen
-
-    @property
-    def kind(self) -> str:
-        """The drafter's name in the arms."""
-        return self.recipe.drafter.kind
+    log: Path  # training's, of the first subject; need not exist
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Isolated costs by arm, and the tree that they chose."""
+class Measured:
+    """Everything that the report is made of."""
 
-    choice: Choice
-    by_arm: dict[str, RoundCost]
-    context: int
+    grid: Grid
+    prompts: Sequence[BenchPrompt]
+    dropped: Mapping[str, int]
+    context: int  # the length at which costs were measured alone
+    choices: Mapping[str, Choice]  # by subject, where a tree was searched
+    costs: Mapping[str, RoundCost]  # by arm
+    trials: Mapping[str, Sequence[Trial]]  # by arm
+    results: Results
+
+    @property
+    def judged(self) -> list[Arm]:
+        """Arms whose quality is measured."""
+        return judged_arms(self.grid.arms)
 
 
 def evaluate(recipe: Recipe, run: Path) -> Path:
-    """Measure run/drafter on the evaluation prompts; writes run/report, returns the HTML's path."""
+    """Measure run/drafter, and those of eval.drafters, on the evaluation prompts; writes
+    run/report, returns the HTML's path.
+    """
     set_threads(recipe.eval)
     folder = run / "drafter"
-    read_metadata(folder)  # before the target's weights are loaded
-    held_out = held_out_documents(recipe, run)
+    meta = read_metadata(folder)  # before the target's weights are loaded
+    entries = find_entries(recipe.eval.drafters)
+    check_same_target(entries, meta["target"], str(folder))
     target = Target.load(recipe.target)
-    drafter = load_drafter(folder, target)
-    calibration = None
-    if recipe.drafter.walks:
-        calibration = calibrate(recipe, target, drafter, held_out)
+    own, calibration = own_subject(recipe, run, target)
+    if calibration is not None:
         update_metadata(folder, {"calibration": to_json(calibration)})
-    return evaluate_job(
-        Job(
-            recipe=recipe,
-            target=target,
-            drafter=drafter,
-            folder=folder,
-            report=run / "report",
-            calibration=calibration,
-            log=run / "log.jsonl",
-            keep_tree=recipe.eval.tree_nodes == "auto",
-        )
-    )
+    others = load_subjects(entries, target, [own.name])
+    return evaluate_job(Job(recipe, target, [own, *others], run / "report", run / "log.jsonl"))
 
 
-def evaluate_checkpoint(folder: Path, recipe: Recipe) -> Path:
-    """Measure a drafter from its own folder alone; writes folder/report, returns the HTML's path.
+def evaluate_checkpoint(folder: Path, recipe: Recipe, report: Path) -> Path:
+    """Measure a drafter from its own folder alone, and those of eval.drafters; writes `report`,
+    returns the HTML's path.
 
     `recipe` sets the conditions; `stored_recipe` is the one that the folder carries. What the
     folder says about its drafter stays as it is: conditions of a day are not shipped.
     """
-    meta = read_metadata(folder)
-    check_writable(folder)
-    calibration = stored_calibration(meta, folder)
+    entries = [find_entry(str(folder)), *find_entries(recipe.eval.drafters)]
+    check_same_target(entries, read_metadata(folder)["target"], str(folder))
+    check_writable(report)
     set_threads(recipe.eval)
     target = Target.load(recipe.target)
-    drafter = load_drafter(folder, target)
-    return evaluate_job(
-        Job(
-            recipe=recipe,
-            target=target,
-            drafter=drafter,
-            folder=folder,
-            report=folder / "report",
-            calibration=calibration,
-            log=folder.parent / "log.jsonl",
-            keep_tree=False,
-        )
-    )
+    subjects = load_subjects(entries, target, [])
+    return evaluate_job(Job(recipe, target, subjects, report, folder.parent / "log.jsonl"))
 
 
-def stored_calibration(meta: Mapping[str, Any], folder: Path) -> Calibration | None:
-    """The calibration that a drafter's folder carries, for drafters that have one."""
-    config = drafter_config(dict(meta))
-    if not config.walks:
-        return None
-    if meta.get("calibration") is None:
-        raise UserError(
-            f"{folder} carries no calibration, which the tree search needs; "
-            "evaluate its run once, which writes it"
-        )
-    return from_json(meta["calibration"], folder, depth=config.depth)
-
-
-def check_writable(folder: Path) -> None:
+def check_writable(report: Path) -> None:
     """UserError where the report cannot be written, before anything is measured."""
-    report = folder / "report"
-    if not os.access(report if report.exists() else folder, os.W_OK | os.X_OK):
+    there = next(one for one in (report, *report.parents) if one.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
         raise UserError(
             f"{report}: no permission to write the report; copy the drafter to a folder that you "
             "may write to, or evaluate its run: `draftsmith eval RECIPE runs=FOLDER`"
@@ -199,133 +171,163 @@ def set_threads(config: EvalConfig) -> None:
         torch.set_num_threads(config.threads)
 
 
-def held_out_documents(recipe: Recipe, run: Path) -> list[Document]:
-    """The documents that training did not see."""
-    documents, _ = training_documents(run / "rows", recipe.data)
-    return split_held_out(documents, recipe.data.held_out, recipe.seed)[1]
-
-
 def evaluate_job(job: Job) -> Path:
-    """Costs, tree, measurement, checks, report."""
+    """Costs, trees, measurement, checks, report. What a killed evaluation measured is kept."""
+    measured = measure_job(job)
+    report = make_report(job, measured)
+    path = write_report(report, job.report)
+    measured.results.finish()
+    print(f"\n{terminal_table(leaderboard(report))}\n\nreport: {path}")
+    return path
+
+
+def measure_job(job: Job) -> Measured:
+    """Choose every drafter's tree, and measure every arm."""
     config = job.recipe.eval
-    prompts, dropped = evaluation_prompts(job.target, job.recipe)
-    costs = prepare_costs(job, prompts)
-    arms = arms_of(job, costs.choice.tree)
+    deepest = max(subject.drafter.depth for subject in job.subjects)
+    prompts, dropped = evaluation_prompts(job.target, job.recipe, drafts=deepest)
+    results = Results(job.report / NAME, circumstances(job, prompts))
+    lengths = sorted(len(prompt.ids) for prompt in prompts)
+    context = lengths[len(lengths) // 2] + config.max_new_tokens // 2
+    choices = choose_trees(job, context, results)
+    candidates = [candidate_of(job, subject, choices) for subject in job.subjects]
+    follows = bool(job.target.layer_types & RECURRENT)
+    grid = make_grid(candidates, config, prompts=len(prompts), follows=follows)
+    costs = {
+        arm.name: arm_cost(job, arm, context, results)
+        for arm in grid.arms
+        if arm.drafter is not None
+    }
     trials = measure(
         job.target,
-        arms,
+        grid.arms,
         prompts,
+        results,
         max_new_tokens=config.max_new_tokens,
         repeats=config.repeats,
         seed=job.recipe.seed,
     )
-    report = make_report(job, arms, trials, prompts, costs, dropped)
-    path = write_report(report, job.report)
-    print(f"\n{terminal_table(result_table(report))}\n\nreport: {path}")
-    return path
+    return Measured(grid, prompts, dropped, context, choices, costs, trials, results)
 
 
-def sampling_of(config: EvalConfig) -> Sampling | None:
-    """The sampled arms' law, if there are such arms."""
-    if config.temperature == 0.0:
-        return None
-    return Sampling(config.temperature, config.top_k, config.top_p)
+def circumstances(job: Job, prompts: Sequence[BenchPrompt]) -> dict[str, Any]:
+    """What the measured figures depend on."""
+    return {
+        "target": job.target.fingerprint,
+        "eval": job.recipe.eval.model_dump(mode="json"),
+        "seed": job.recipe.seed,
+        "prompts": [[prompt.key, prompt.ids] for prompt in prompts],
+        "drafters": {subject.name: subject.described for subject in job.subjects},
+        "threads": torch.get_num_threads(),
+        "versions": list(versions()),
+    }
 
 
-def full_chain(job: Job) -> Tree:
-    """The best guess of every slot."""
-    return chain(job.drafter.depth).to(job.target.device)
-
-
-def arms_of(job: Job, tree: Tree) -> list[Arm]:
-    """Greedy arms, and sampled ones where the recipe has a temperature."""
-    straight, sampling = full_chain(job), sampling_of(job.recipe.eval)
-    arms = greedy_arms(job.drafter, job.kind, straight, tree)
-    if sampling is not None:
-        arms += sampled_arms(job.drafter, job.kind, straight, tree, sampling)
-    return arms
-
-
-def prepare_costs(job: Job, prompts: Sequence[BenchPrompt]) -> Costs:
-    """Measure the parts of a round alone and choose the tree."""
-    config, straight = job.recipe.eval, full_chain(job)
-    lengths = sorted(len(prompt.ids) for prompt in prompts)
-    context = lengths[len(lengths) // 2] + config.max_new_tokens // 2
-    choice, others = choose(job, straight, context)
-    tree = choice.tree
-    if job.keep_tree:
-        update_metadata(job.folder, {"tree": [list(path) for path in tree.paths]})
-    greedy = {straight.paths: others[0], tree.paths: choice.cost}
-    by_arm: dict[str, RoundCost] = {}
-    sampled = sampled_costs(job, [straight, tree], context)
-    for arm in arms_of(job, tree):
-        if arm.tree is not None and arm.draw == "point":
-            by_arm[arm.name] = (greedy if arm.sampling.greedy else sampled)[arm.tree.paths]
-    return Costs(choice, by_arm, context)
-
-
-def choose(job: Job, straight: Tree, context: int) -> tuple[Choice, list[RoundCost]]:
-    """The recipe's tree, or the one that held-out answers and costs speak for."""
-    shape, given = job.recipe.drafter.shape, job.recipe.eval.tree_nodes
-    if shape or job.calibration is None:
-        tree = expansion(shape).to(job.target.device)
-        return fixed_choice(job.target, job.drafter, tree, context=context, extra=[straight])
+def choose_trees(job: Job, context: int, results: Results) -> dict[str, Choice]:
+    """For every drafter that ranks its guesses and has no shape of its own: the tree that held-out
+    answers and costs speak for.
+    """
+    given = job.recipe.eval.tree_nodes
     nodes = None if given == "auto" else given
-    return choose_tree(
-        job.target, job.drafter, job.calibration, nodes=nodes, context=context, extra=[straight]
-    )
+    found: dict[str, Choice] = {}
+    for subject in job.subjects:
+        drafter, calibration = subject.drafter, subject.calibration
+        fixed = drafter.config.shape or (subject.tuned is not None and nodes is None)
+        if fixed or calibration is None:
+            continue
+
+        def choose(drafter: Any = drafter, calibration: Calibration = calibration) -> Any:
+            return asdict(
+                choose_tree(job.target, drafter, calibration, nodes=nodes, context=context)
+            )
+
+        found[subject.name] = choice_from(results.once(("choice", subject.name), choose))
+        if subject.keep_tree and subject.folder is not None:
+            paths = [list(path) for path in found[subject.name].paths]
+            update_metadata(subject.folder, {"tree": paths})
+    return found
 
 
-def sampled_costs(
-    job: Job, trees: Sequence[Tree], context: int
-) -> dict[tuple[tuple[int, ...], ...], RoundCost]:
-    """Costs at the sampled arms' temperature: drawing from V tokens at every node is not free."""
-    sampling = sampling_of(job.recipe.eval)
-    if sampling is None:
-        return {}
-    costs = measure_costs(job.target, job.drafter, trees, context=context, sampling=sampling)
-    return {tree.paths: cost for tree, cost in zip(trees, costs, strict=True)}
+def candidate_of(job: Job, subject: Subject, choices: Mapping[str, Choice]) -> Candidate:
+    """A drafter with its chain, and its tree."""
+    device, drafter = job.target.device, subject.drafter
+    straight = chain(drafter.depth)
+    if subject.name in choices:
+        tree = Tree(choices[subject.name].paths)
+    elif subject.tuned is not None:
+        tree = subject.tuned
+    else:
+        tree = expansion(drafter.config.shape) if drafter.config.shape else straight
+    return Candidate(subject.name, drafter, straight.to(device), tree.to(device))
 
 
-def make_report(
-    job: Job,
-    arms: Sequence[Arm],
-    trials: Mapping[str, list[Trial]],
-    prompts: Sequence[BenchPrompt],
-    costs: Costs,
-    dropped: Mapping[str, int],
-) -> Report:
-    """Check every arm's output and gather the figures."""
-    reports, memory = [], Memory()
-    searched = None if job.recipe.drafter.shape else job.calibration
-    for arm in arms:
-        plain = trials[arm.baseline]
-        verdicts = check_arm(job.recipe, job.target, arm, trials[arm.name], plain, prompts, memory)
-        cost = costs.by_arm.get(arm.name)
-        reports.append(
-            arm_report(job.target, arm, trials[arm.name], plain, verdicts, cost, kind=job.kind)
+def arm_cost(job: Job, arm: Arm, context: int, results: Results) -> RoundCost:
+    """What the parts of an arm's round cost, measured alone."""
+    assert arm.drafter is not None and arm.tree is not None
+    drafter, tree = arm.drafter, arm.tree
+
+    def find() -> Any:
+        (cost,) = measure_costs(
+            job.target,
+            drafter,
+            [tree],
+            context=context,
+            sampling=arm.sampling,
+            rule=arm.rule,
+            draw=arm.draw,
+            batch=arm.batch,
+            turns=COST_TURNS,
         )
+        return asdict(cost)
+
+    return RoundCost(**results.once(("cost", arm.name), find))
+
+
+def make_report(job: Job, measured: Measured) -> Report:
+    """Check every arm's output and gather the figures."""
+    memory = Memory()
+    arms = [report_of(job, arm, measured, memory) for arm in measured.grid.arms]
+    walks = {one.name: walk_of(one.calibration) for one in job.subjects if one.calibration}
+    trees = {one.name: tree_choice(one, measured.choices.get(one.name)) for one in job.subjects}
     return Report(
         name=job.recipe.name,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=shlex.join(sys.argv),
         versions=dict(entry.split(" ", 1) for entry in versions()),
         target=job.target.fingerprint,
-        conditions=conditions(job.recipe, job.target, prompts, costs.context),
-        notes=notes(job.target, arms, dropped, searched=searched),
-        arms=reports,
-        costs_ms={name: cost.milliseconds() for name, cost in costs.by_arm.items()},
-        walk=walk_of(job.calibration),
-        tree=tree_choice(job.calibration, costs.choice),
-        samples=samples_of(job, arms, trials, prompts),
+        conditions=conditions(job.recipe, job.target, measured.prompts, measured.context),
+        notes=notes(job.target, job.subjects, measured.choices, measured.dropped),
+        arms=arms,
+        skipped=measured.grid.skipped,
+        costs_ms={name: cost.milliseconds() for name, cost in measured.costs.items()},
+        walks=walks,
+        trees={name: tree for name, tree in trees.items() if tree is not None},
+        samples=samples_of(job, measured),
         training=training_curve(job.log),
     )
 
 
-def walk_of(calibration: Calibration | None) -> Walk | None:
+def report_of(job: Job, arm: Arm, measured: Measured, memory: Memory) -> ArmReport:
+    """Check one arm's output and gather its figures."""
+    mine, plain = measured.trials[arm.name], measured.trials[arm.baseline]
+
+    def find() -> Any:
+        found = check_arm(job.recipe, job.target, arm, mine, plain, measured.prompts, memory)
+        return asdict(found)
+
+    def judge() -> Any:
+        return asdict(quality_of(job.target, arm, mine, plain, measured.prompts))
+
+    verdicts = Verdicts(**measured.results.once(("check", arm.name), find))
+    quality = None
+    if arm in measured.judged:
+        quality = quality_from(measured.results.once(("quality", arm.name), judge))
+    cost = measured.costs.get(arm.name)
+    return arm_report(job.target, arm, mine, plain, verdicts, cost, quality)
+
+
+def walk_of(calibration: Calibration) -> Walk:
     """The chain's walk over held-out answers."""
-    if calibration is None:
-        return None
     return Walk(
         documents=calibration.documents,
         rounds=calibration.rounds,
@@ -336,29 +338,30 @@ def walk_of(calibration: Calibration | None) -> Walk | None:
     )
 
 
-def tree_choice(calibration: Calibration | None, choice: Choice) -> TreeChoice | None:
+def tree_choice(subject: Subject, choice: Choice | None) -> TreeChoice | None:
     """What the search compared; nothing when the recipe fixed the size."""
-    if calibration is None or choice.sizes != calibration.sizes:
+    calibration = subject.calibration
+    if calibration is None or choice is None or choice.sizes != calibration.sizes:
         return None
     return TreeChoice(
         nodes=choice.sizes,
         tau=calibration.tau,
         round_ms=[1000 * cost.round for cost in choice.costs],
         plain_ms=1000 * choice.cost.plain,
-        chosen=choice.tree.nodes,
+        chosen=len(choice.paths),
     )
 
 
-def samples_of(
-    job: Job,
-    arms: Sequence[Arm],
-    trials: Mapping[str, list[Trial]],
-    prompts: Sequence[BenchPrompt],
-) -> list[Sample]:
-    """One answer each of some categories, by the last greedy arm."""
-    arm = [arm for arm in arms if arm.drafter is not None and arm.sampling.greedy][-1]
+def samples_of(job: Job, measured: Measured) -> list[Sample]:
+    """One answer each of some categories, by the last greedy arm that answers one prompt at a
+    time.
+    """
+    drafted = [arm for arm in measured.grid.arms if arm.drafter is not None and arm.rule.lossless]
+    alone = [arm for arm in drafted if arm.batch == 1 and arm.sampling.greedy]
+    arm = (alone or drafted)[-1]
     first: dict[str, Trial] = {}
-    for trial in trials[arm.name]:
+    for trial in measured.trials[arm.name]:
         first.setdefault(trial.category, trial)
     chosen = [first[category] for category in sorted(first)][:SAMPLES]
-    return [sample_of(job.target.tokenizer, arm, t, prompts[t.prompt]) for t in chosen]
+    tokenizer, prompts = job.target.tokenizer, measured.prompts
+    return [sample_of(tokenizer, arm, trial, prompts[trial.prompt]) for trial in chosen]

@@ -15,9 +15,16 @@ from draftsmith.eval.rows import Round
 class Trial:
     """One prompt, decoded once by one arm."""
 
-    prompt: int  # index of the prompt: the unit of the bootstrap
+    prompt: int  # index of the prompt
     category: str
     decoded: Decoded
+    unit: int | None = None  # which prompts were decoded together; None: this one alone
+    repeat: int = 0
+
+    @property
+    def together(self) -> int:
+        """The unit of the bootstrap."""
+        return self.prompt if self.unit is None else self.unit
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class PromptTotals:
-    """Seconds and tokens of every prompt, summed over its repeats."""
+    """Seconds and tokens of every prompt (or batch of prompts), summed over its repeats."""
 
     seconds: Tensor  # [n] float64
     tokens: Tensor  # [n] float64
@@ -75,10 +82,7 @@ def tau_macro(trials: Sequence[Trial]) -> float | None:
 
 def tau_by_category(trials: Sequence[Trial]) -> dict[str, float]:
     """Micro acceptance length of every category, in alphabetical order."""
-    groups: dict[str, list[Trial]] = defaultdict(list)
-    for trial in trials:
-        groups[trial.category].append(trial)
-    values = {category: tau_micro(groups[category]) for category in sorted(groups)}
+    values = {category: tau_micro(of) for category, of in by_category(trials).items()}
     return {category: value for category, value in values.items() if value is not None}
 
 
@@ -141,16 +145,22 @@ def token_seconds(trials: Sequence[Trial]) -> list[float]:
 
 
 def prompt_totals(trials: Sequence[Trial], *, prefill: bool) -> PromptTotals:
-    """Seconds and emitted tokens by prompt. With `prefill`, its time and its token count too."""
-    seconds: dict[int, float] = defaultdict(float)
+    """Seconds and emitted tokens by what was decoded together: as long as its longest answer took,
+    and the tokens of all. With `prefill`, its time and its token count too.
+    """
+    longest: dict[tuple[int, int], float] = defaultdict(float)
     tokens: dict[int, float] = defaultdict(float)
     for trial in trials:
-        decoded = trial.decoded
-        seconds[trial.prompt] += decoded.decode_s + (decoded.prefill_s if prefill else 0.0)
-        tokens[trial.prompt] += len(decoded.tokens) if prefill else emitted(trial)
-    order = sorted(seconds)
+        decoded, key = trial.decoded, (trial.together, trial.repeat)
+        seconds = decoded.decode_s + (decoded.prefill_s if prefill else 0.0)
+        longest[key] = max(longest[key], seconds)
+        tokens[trial.together] += len(decoded.tokens) if prefill else emitted(trial)
+    summed: dict[int, float] = defaultdict(float)
+    for (unit, _), seconds in longest.items():
+        summed[unit] += seconds
+    order = sorted(summed)
     return PromptTotals(
-        torch.tensor([seconds[i] for i in order], dtype=torch.float64),
+        torch.tensor([summed[i] for i in order], dtype=torch.float64),
         torch.tensor([tokens[i] for i in order], dtype=torch.float64),
     )
 
@@ -200,10 +210,33 @@ def speedup_interval(
 
 def mean_milliseconds(trials: Sequence[Trial]) -> dict[str, float]:
     """Mean draft, verify and overhead time of a round."""
-    rounds = rounds_of(trials)
+    rounds = batch_rounds(trials)
     count = max(1, len(rounds))
     return {
         "draft": 1000 * sum(turn.draft_s for turn in rounds) / count,
         "verify": 1000 * sum(turn.verify_s for turn in rounds) / count,
         "overhead": 1000 * sum(turn.overhead_s for turn in rounds) / count,
     }
+
+
+def batch_rounds(trials: Sequence[Trial]) -> list[Round]:
+    """Every round once: of answers that were decoded together the rounds of the longest."""
+    longest: dict[tuple[int, int], list[Round]] = {}
+    for trial in trials:
+        key = (trial.together, trial.repeat)
+        if len(trial.decoded.rounds) >= len(longest.get(key, [])):
+            longest[key] = trial.decoded.rounds
+    return [turn for rounds in longest.values() for turn in rounds]
+
+
+def acceptance_by_category(trials: Sequence[Trial], depth: int) -> dict[str, Acceptance]:
+    """Acceptance by slot of every category, in alphabetical order."""
+    return {category: acceptance(of, depth) for category, of in by_category(trials).items()}
+
+
+def by_category(trials: Sequence[Trial]) -> dict[str, list[Trial]]:
+    """Trials of every category, in alphabetical order."""
+    groups: dict[str, list[Trial]] = defaultdict(list)
+    for trial in trials:
+        groups[trial.category].append(trial)
+    return {category: groups[category] for category in sorted(groups)}

@@ -4,10 +4,12 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from draftsmith.eval.report import ArmReport, Report
+from draftsmith.eval.lossy import Estimate
+from draftsmith.eval.report import BY_DESIGN, ArmReport, Report
 from draftsmith.eval.summary import Percentiles
 
 NONE = "-"
+MANY = 6  # arms that a figure by slot or category can still tell apart
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,7 @@ class Table:
     note: str
     header: list[str]
     rows: list[list[str]]
+    prose: bool = False  # sentences, not figures
 
 
 def visible(text: str) -> str:
@@ -74,15 +77,16 @@ def drafting(report: Report) -> list[ArmReport]:
     return [arm for arm in report.arms if arm.drafter is not None]
 
 
-def result_table(report: Report) -> Table:
-    """What most readers came for."""
+def leaderboard(report: Report) -> Table:
+    """What most readers came for: every arm, the fastest first."""
     header = [
-        *("arm", "speedup", "95 % interval", "predicted", "tau micro", "tau macro", "alpha"),
-        *("tokens/s", "lossless"),
+        *("arm", "batch", "speedup", "95 % interval", "predicted", "tau micro", "tau macro"),
+        *("alpha", "tokens/s", "overhead", "lossless"),
     ]
     rows = [
         [
             arm.name,
+            str(arm.batch),
             fixed(arm.speedup, 2, "x"),
             "baseline" if arm.name == arm.baseline else interval(arm.speedup_interval),
             fixed(arm.predicted_speedup, 2, "x"),
@@ -90,11 +94,17 @@ def result_table(report: Report) -> Table:
             fixed(arm.tau_macro, 3),
             fixed(arm.alpha, 3),
             fixed(arm.tokens_per_second, 1),
+            share(arm.overhead_share if arm.drafter is not None else None),
             yes(arm.lossless),
         ]
-        for arm in report.arms
+        for arm in ranked(report.arms)
     ]
-    return Table("Result", headline_note(report), header, rows)
+    return Table("Leaderboard", headline_note(report), header, rows)
+
+
+def ranked(arms: Sequence[ArmReport]) -> list[ArmReport]:
+    """By speedup, the largest first; arms without one last."""
+    return sorted(arms, key=lambda arm: -(arm.speedup or 0.0))
 
 
 def headline_note(report: Report) -> str:
@@ -102,15 +112,43 @@ def headline_note(report: Report) -> str:
     first = report.arms[0]
     return (
         f"Target {report.target['model']} ({first.quantisation}), {first.dtype} on {first.device}, "
-        f"{first.threads} threads, batch {first.batch}; {first.prompts} prompts; prefill not "
-        "counted. Speedup is over plain decoding in the same engine at the same temperature."
+        f"{first.threads} threads; {first.prompts} prompts; prefill not "
+        "counted. Speedup is over plain decoding in the same engine at the same temperature and "
+        "batch size. Overhead is its share of a round."
     )
+
+
+def front(report: Report) -> list[ArmReport]:
+    """The arms that stand for their drafters in figures: greedy, of the smallest batch, exact; only
+    the fastest of each drafter where there are many.
+    """
+    arms = [arm for arm in drafting(report) if arm.temperature == 0 and arm.lossless != BY_DESIGN]
+    least = min((arm.batch for arm in arms), default=1)
+    arms = [arm for arm in arms if arm.batch == least]
+    if len(arms) <= MANY:
+        return arms
+    kinds = dict.fromkeys(arm.drafter for arm in arms)
+    return [
+        max((arm for arm in arms if arm.drafter == kind), key=lambda arm: arm.speedup or 0.0)
+        for kind in kinds
+    ]
 
 
 def condition_table(report: Report) -> Table:
     """Every condition of every arm."""
     header = [
-        *("arm", "engine", "rule", "temperature", "top-p", "top-k", "drafts", "batch", "dtype"),
+        *(
+            "arm",
+            "engine",
+            "rule",
+            "draw",
+            "temperature",
+            "top-p",
+            "top-k",
+            "drafts",
+            "batch",
+            "dtype",
+        ),
         *("weights", "device", "threads", "prompts", "tokens", "compared with"),
     ]
     rows = [
@@ -118,6 +156,7 @@ def condition_table(report: Report) -> Table:
             arm.name,
             arm.engine,
             arm.rule,
+            NONE if arm.draw is None else arm.draw,
             f"{arm.temperature:g}",
             f"{arm.top_p:g}",
             str(arm.top_k) if arm.top_k else "off",
@@ -169,6 +208,62 @@ def slot_table(
     return Table(title, "", header, rows)
 
 
+def category_slots(report: Report) -> Table:
+    """Conditional acceptance by slot and category."""
+    rows = []
+    arms = front(report)
+    depth = max((len(arm.conditional_acceptance) for arm in arms), default=0)
+    for arm in arms:
+        for category, rates in arm.conditional_by_category.items():
+            cells = [share(rate) for rate in rates]
+            rows.append([f"{arm.name}: {category}", *cells, *[NONE] * (depth - len(cells))])
+    header = ["arm: category", *(f"slot {slot}" for slot in range(1, depth + 1))]
+    return Table("Conditional acceptance by category", "", header, rows)
+
+
+def gap_table(report: Report) -> Table:
+    """Where measured and predicted speedup are more than 10 % apart."""
+    rows = [[arm.name, arm.gap] for arm in report.arms if arm.gap]
+    note = "Arms whose measured speedup is more than 10 % off the predicted one."
+    return Table("Measured against predicted", note, ["arm", "why"], rows, prose=True)
+
+
+def skipped_table(report: Report) -> Table:
+    """What was asked for and is not among the arms."""
+    rows = [[name, why] for name, why in report.skipped.items()]
+    return Table("Not measured", "", ["arm", "why"], rows, prose=True)
+
+
+def quality_table(report: Report) -> Table:
+    """What lossy rules cost, beside an exact arm."""
+    rows = [
+        [
+            arm.name,
+            yes(arm.lossless),
+            estimated(arm.quality.log_likelihood),
+            estimated(arm.quality.log_likelihood_change),
+            estimated(arm.quality.token_kl),
+            estimated(arm.quality.agreement, 2),
+            estimated(arm.quality.identical, 2),
+        ]
+        for arm in report.arms
+        if arm.quality is not None
+    ]
+    header = ["arm", "lossless", "log p per token", "change", "token KL", "agreement", "identical"]
+    note = "Paired with plain decoding of the same prompts; 95 % intervals over prompts; nats."
+    return Table("Lossy rules", note, header, rows)
+
+
+def estimated(value: Estimate | None, digits: int = 3) -> str:
+    """A mean and its interval."""
+    if value is None:
+        return NONE
+    if value.interval is None:
+        return f"{value.mean:.{digits}f}"
+    low, high = value.interval
+    return f"{value.mean:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
 def slot_tables(report: Report) -> list[Table]:
     """Conditional and joint acceptance."""
     return [
@@ -179,7 +274,7 @@ def slot_tables(report: Report) -> list[Table]:
 
 def category_table(report: Report) -> Table:
     """Acceptance length by category of prompt."""
-    arms = drafting(report)
+    arms = front(report)
     categories = sorted({category for arm in arms for category in arm.tau_by_category})
     rows = [
         [category, *(fixed(arm.tau_by_category.get(category), 3) for arm in arms)]
@@ -232,12 +327,20 @@ def memory_table(report: Report) -> Table:
 def detail_tables(report: Report) -> list[Table]:
     """Everything below the result."""
     tables = [
+        quality_table(report),
         latency_table(report),
         *slot_tables(report),
         category_table(report),
         walk_table(report),
+        category_slots(report),
+        gap_table(report),
     ]
-    tables += [cost_table(report), memory_table(report), condition_table(report)]
+    tables += [
+        skipped_table(report),
+        cost_table(report),
+        memory_table(report),
+        condition_table(report),
+    ]
     return [table for table in tables if table.rows]
 
 

@@ -44,10 +44,20 @@ class Calibration:
 class Choice:
     """The tree that was chosen, and what it was chosen from."""
 
-    tree: Tree
+    paths: tuple[tuple[int, ...], ...]
     sizes: list[int]
     costs: list[RoundCost]
     cost: RoundCost  # of the chosen tree
+
+
+def choice_from(value: dict[str, Any]) -> Choice:
+    """What `asdict` made of a choice."""
+    return Choice(
+        tuple(tuple(path) for path in value["paths"]),
+        value["sizes"],
+        [RoundCost(**cost) for cost in value["costs"]],
+        RoundCost(**value["cost"]),
+    )
 
 
 def calibrate(
@@ -102,27 +112,16 @@ def choose_tree(
     *,
     nodes: int | None,
     context: int,
-    extra: Sequence[Tree],
-) -> tuple[Choice, list[RoundCost]]:
-    """The tree with the most tokens per second, or of `nodes` nodes; and costs of `extra` trees."""
+) -> Choice:
+    """The tree with the most tokens per second, or of `nodes` nodes."""
     sizes = calibration.sizes if nodes is None else [nodes]
     rows = drafter.width  # a drafter cannot guess more tokens than it has
     trees = [calibration.tree(size, rows).to(target.device) for size in sizes]
-    costs = measure_costs(target, drafter, [*trees, *extra], context=context, sampling=Sampling())
-    mine, others = costs[: len(trees)], costs[len(trees) :]
-    seconds = {size: cost.round for size, cost in zip(sizes, mine, strict=True)}
+    costs = measure_costs(target, drafter, trees, context=context, sampling=Sampling())
+    seconds = {size: cost.round for size, cost in zip(sizes, costs, strict=True)}
     tau = dict(zip(calibration.sizes, calibration.tau, strict=True))
     best = sizes.index(choose_nodes(tau, seconds) if nodes is None else nodes)
-    return Choice(trees[best], sizes, mine, mine[best]), others
-
-
-def fixed_choice(
-    target: Target, drafter: Drafter, tree: Tree, *, context: int, extra: Sequence[Tree]
-) -> tuple[Choice, list[RoundCost]]:
-    """A tree that the recipe gives, and costs of `extra` trees too."""
-    trees = [tree, *extra]
-    cost, *others = measure_costs(target, drafter, trees, context=context, sampling=Sampling())
-    return Choice(tree, [tree.nodes], [cost], cost), others
+    return Choice(trees[best].paths, sizes, costs, costs[best])
 
 
 def from_json(value: Any, folder: Path, *, depth: int | None = None) -> Calibration:

@@ -14,6 +14,16 @@ Positive = Annotated[int, Field(ge=1, le=2**31)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Momentum = Annotated[float, Field(ge=0.0, lt=1.0)]
 Text = Annotated[str, Field(min_length=1)]
+RuleName = Literal[
+    "point_mass",
+    "token",
+    "block",
+    "multi_step",
+    "without_replacement",
+    "k_sequential",
+    "typical",
+    "lenient",
+]
 LARGEST_TREE = 255  # nodes without the root
 
 
@@ -151,6 +161,11 @@ class DrafterBlock(Block):
         return False
 
     @property
+    def counts(self) -> bool:
+        """Whether it counts answers, and is nothing without them."""
+        return False
+
+    @property
     def walks(self) -> bool:
         """Whether every slot ranks its guesses, so that decoding can be simulated."""
         return True
@@ -225,6 +240,11 @@ class NgramConfig(DrafterBlock):
     def depth(self) -> int:
         """K, the slots."""
         return self.draft_tokens
+
+    @property
+    def counts(self) -> bool:
+        """Yes."""
+        return True
 
 
 class DraftModelConfig(DrafterBlock):
@@ -414,10 +434,27 @@ class EvalConfig(Block):
     repeats: Positive = 1  # timed repeats of every prompt and arm, interleaved
     # nodes without the root
     tree_nodes: Annotated[int, Field(ge=1, le=63)] | Literal["auto"] = "auto"
-    temperature: Annotated[float, Field(ge=0.0)] = 0.0  # > 0 adds a point-mass sampling arm
+    temperature: Annotated[float, Field(ge=0.0)] = 0.0  # > 0 adds sampled arms to the greedy ones
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     threads: Positive | None = None  # torch threads; None: as torch finds them
+    # further drafters in the same report: folders, or kinds that need neither training nor answers
+    drafters: tuple[Text, ...] = ()
+    # of sampled arms, each with the drafters that draw as it needs; at temperature 0 drafts are
+    # accepted where they are the target's choice (or, lenient, nearly)
+    rules: tuple[RuleName, ...] = ("point_mass", "token", "without_replacement")
+    # prompts that are decoded together
+    batches: Annotated[
+        tuple[Annotated[int, Field(ge=1, le=1024)], ...], Field(min_length=1, max_length=16)
+    ] = (1,)
+
+    @model_validator(mode="after")
+    def check_lists(self) -> Self:
+        """Nothing is measured twice under one name."""
+        for name, listed in (("rules", self.rules), ("batches", self.batches)):
+            if len(set(listed)) < len(listed):
+                raise ValueError(f"{name}: something is listed twice")
+        return self
 
 
 class Recipe(Block):

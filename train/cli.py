@@ -1,23 +1,29 @@
-"""The command line: `draftsmith run|data|train|eval RECIPE [KEY=VALUE ...] [--dry-run]`, and
-`draftsmith data stats|inspect|merge`.
+"""The command line: `draftsmith run|data|train|eval RECIPE [KEY=VALUE ...] [--dry-run]`,
+`draftsmith tune RUN`, and `draftsmith data stats|inspect|merge`.
+
+`eval` also takes the folders of drafters, or of their runs: `draftsmith eval FOLDER [FOLDER ...]`.
 """
 
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from draftsmith.data.runner import Program, Work, distil, run_recipe
 from draftsmith.data.tools import TOOLS
-from draftsmith.recipes.entry import Arguments, guard
+from draftsmith.recipes.entry import Arguments, guard, open_run
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import user_path
+from draftsmith.recipes.load import shipped_recipes
 from draftsmith.recipes.schema import Recipe
 
 COMMANDS = {
     "run": "all stages; what is finished is skipped",
     "data": "let the target answer the prompts; see also data stats, inspect, merge --help",
     "train": "train the drafter on the answers",
-    "eval": "decode, measure, report; takes a recipe or a drafter's folder",
+    "eval": "decode, measure, report; takes a recipe, or folders of drafters",
+    "tune": "choose the chain or tree that decodes fastest here; takes a run's folder",
 }
 
 
@@ -33,10 +39,30 @@ def command(argv: Sequence[str]) -> None:
         return TOOLS[argv[1]](argv[2:])
     program = Program("draftsmith", COMMANDS, WORK)
     arguments = program.parse(argv)
+    if arguments.command == "tune":
+        return tune_folder(arguments)
+    more: list[str] = []
+    if arguments.command == "eval":
+        arguments, more = with_drafters(arguments)
     if arguments.command == "eval" and user_path(arguments.recipe).is_dir():
-        evaluate_folder(arguments)
+        evaluate_folder(arguments, argv, compared=bool(more))
     else:
         run_recipe(program, arguments, argv)
+
+
+def with_drafters(arguments: Arguments) -> tuple[Arguments, list[str]]:
+    """Words that set no knob name further drafters: `eval.drafters`. A folder or recipe says under
+    which conditions, wherever it stands.
+    """
+    words = [word for word in arguments.overrides if "=" not in word]
+    knobs = tuple(word for word in arguments.overrides if "=" in word)
+    if not words:
+        return arguments, words
+    first, *more = [arguments.recipe, *words]
+    if not user_path(first).exists() and first not in shipped_recipes():  # a kind, no conditions
+        first, more = more[0], [first, *more[1:]]
+    listed = f"eval.drafters={json.dumps(more)}"
+    return replace(arguments, recipe=first, overrides=(*knobs, listed)), more
 
 
 def train_drafter(recipe: Recipe, run: Path) -> None:
@@ -61,16 +87,38 @@ def measure(recipe: Recipe, run: Path) -> None:
 WORK: dict[str, Work] = {"data": distil, "train": train_drafter, "eval": measure}
 
 
-def evaluate_folder(arguments: Arguments) -> None:
-    """Measure a drafter from its folder alone; overrides change the recipe that it carries."""
+def evaluate_folder(arguments: Arguments, argv: Sequence[str], *, compared: bool) -> None:
+    """Measure a drafter from its folder alone, or a run's; overrides change the recipe that it
+    carries. compared: with other drafters, which gives the report a run's folder of its own.
+    """
     if arguments.dry_run:
         raise UserError("--dry-run plans a recipe; a drafter's folder has nothing left to plan")
     from draftsmith.drafters.checkpoint import read_metadata
     from draftsmith.eval.stage import evaluate_checkpoint, stored_recipe
+    from draftsmith.eval.subjects import drafter_folder
 
-    folder = user_path(arguments.recipe)
-    recipe = stored_recipe(read_metadata(folder), folder, arguments.overrides)
-    evaluate_checkpoint(folder, recipe)
+    folder = drafter_folder(user_path(arguments.recipe))
+    named = ("name=compare",) if compared else ()
+    recipe = stored_recipe(read_metadata(folder), folder, (*named, *arguments.overrides))
+    if not compared:
+        evaluate_checkpoint(folder, recipe, folder / "report")
+        return
+    with open_run(recipe, ["draftsmith", *argv]) as run:
+        evaluate_checkpoint(folder, recipe, run / "report")
+
+
+def tune_folder(arguments: Arguments) -> None:
+    """Choose a run's shape; overrides change the recipe that its drafter carries."""
+    path = user_path(arguments.recipe)
+    if arguments.dry_run or not path.is_dir():
+        raise UserError(f"tune takes the folder of a finished run, not {arguments.recipe}")
+    from draftsmith.drafters.checkpoint import read_metadata
+    from draftsmith.eval.stage import stored_recipe
+    from draftsmith.eval.subjects import drafter_folder
+    from draftsmith.eval.tuning import tune
+
+    folder = drafter_folder(path)
+    tune(folder, stored_recipe(read_metadata(folder), folder, arguments.overrides))
 
 
 if __name__ == "__main__":

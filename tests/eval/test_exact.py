@@ -7,8 +7,8 @@ from draftsmith.drafters.methods import build
 from draftsmith.drafters.sampler import Sampling, inverse, standardise
 from draftsmith.drafters.tree import chain, search_tree
 from draftsmith.eval import exact
+from draftsmith.eval.arms import Candidate, greedy_arms
 from draftsmith.eval.assemble import judge_greedy
-from draftsmith.eval.bench import greedy_arms
 from draftsmith.eval.check import (
     Answer,
     Divergence,
@@ -191,7 +191,7 @@ def recipe_of(max_new_tokens):
 
 def test_every_arm_is_exact_and_the_walk_counts_its_rounds(target):
     drafter = drafter_of(target)
-    arms = greedy_arms(drafter, "medusa", chain(3), TREE)
+    arms = greedy_arms(Candidate("medusa", drafter, chain(3), TREE))
     findings = examine(recipe_of(25), target, arms, PROMPTS)
     assert [finding.exact for finding in findings] == [True] * 4
     assert findings[-1].walked == findings[-1].decoded
@@ -203,14 +203,14 @@ def test_a_decoder_that_emits_drafts_unseen_is_caught(target, monkeypatch):
     drafter = drafter_of(target)
     honest = exact.run_arm
 
-    def sloppy(target, arm, prompt_ids, *, max_new_tokens, seed):
-        found = honest(target, arm, prompt_ids, max_new_tokens=max_new_tokens, seed=seed)
+    def sloppy(target, arm, prompts, *, max_new_tokens, seeds):
+        (found,) = honest(target, arm, prompts, max_new_tokens=max_new_tokens, seeds=seeds)
         if arm.tree is not None:
             found.tokens[2] = (found.tokens[2] + 1) % 200
-        return found
+        return [found]
 
     monkeypatch.setattr(exact, "run_arm", sloppy)
-    arms = greedy_arms(drafter, "medusa", chain(3), TREE)
+    arms = greedy_arms(Candidate("medusa", drafter, chain(3), TREE))
     findings = examine(recipe_of(12), target, arms, PROMPTS)
     assert [finding.exact for finding in findings] == [True, True, False, False]
     assert findings[2].differing == 3

@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from draftsmith.drafters.checkpoint import read_metadata, save_drafter, target_m
 from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import chain
-from draftsmith.eval import stage
+from draftsmith.eval import stage, subjects
+from draftsmith.eval.arms import Arm
 from draftsmith.eval.assemble import (
     Verdicts,
     arm_report,
@@ -21,7 +23,6 @@ from draftsmith.eval.assemble import (
     stretch_texts,
     stretches_of,
 )
-from draftsmith.eval.bench import Arm
 from draftsmith.eval.decode import Decoded, decode
 from draftsmith.eval.markdown import render_markdown
 from draftsmith.eval.page import render_html
@@ -29,8 +30,9 @@ from draftsmith.eval.prompts import evaluation_prompts
 from draftsmith.eval.report import Piece, Report, Sample, write_report
 from draftsmith.eval.rows import Round
 from draftsmith.eval.stage import Job, evaluate_checkpoint, evaluate_job, stored_recipe
+from draftsmith.eval.subjects import Subject
 from draftsmith.eval.summary import Trial
-from draftsmith.eval.tables import result_table
+from draftsmith.eval.tables import leaderboard
 from draftsmith.eval.training_log import training_curve
 from draftsmith.eval.tune import calibrate, to_json
 from draftsmith.recipes.errors import UserError
@@ -112,16 +114,13 @@ def job(tmp_path_factory) -> Job:
     }
     save_drafter(drafter, run / "drafter", metadata)
     (run / "log.jsonl").write_text('{"kind": "train", "step": 1, "loss": 2.5}\n{"step": 2, "lo')
-    return Job(
-        recipe=recipe,
-        target=target,
-        drafter=drafter,
-        folder=run / "drafter",
-        report=run / "report",
-        calibration=calibration,
-        log=run / "log.jsonl",
-        keep_tree=True,
-    )
+    subject = Subject("medusa", drafter, calibration, run / "drafter", keep_tree=True)
+    return Job(recipe, target, [subject], run / "report", run / "log.jsonl")
+
+
+def folder_of(job: Job) -> Path:
+    """The drafter's."""
+    return job.subjects[0].folder
 
 
 def documents(target: Target) -> list[Document]:
@@ -181,11 +180,14 @@ def test_figures_agree_with_one_another(written):
 
 
 def test_the_chosen_tree_is_kept_with_the_drafter(job, report, written):
-    paths = read_metadata(job.folder)["tree"]
-    assert written["tree"]["chosen"] == len(paths)
-    best = max(t / ms for t, ms in zip(report.tree.tau, report.tree.round_ms, strict=True))
-    chosen = report.tree.nodes.index(len(paths))
-    assert report.tree.tau[chosen] / report.tree.round_ms[chosen] == best
+    paths = read_metadata(folder_of(job))["tree"]
+    assert written["trees"]["medusa"]["chosen"] == len(paths)
+    best = max(
+        t / ms
+        for t, ms in zip(report.trees["medusa"].tau, report.trees["medusa"].round_ms, strict=True)
+    )
+    chosen = report.trees["medusa"].nodes.index(len(paths))
+    assert report.trees["medusa"].tau[chosen] / report.trees["medusa"].round_ms[chosen] == best
 
 
 def test_every_definition_and_condition_travels(job, report, written):
@@ -277,17 +279,17 @@ def test_training_curve_skips_what_no_report_can_hold(tmp_path):
     ],
 )
 def test_what_a_drafter_was_trained_with_does_not_change(job, override):
-    meta = read_metadata(job.folder)
+    meta = read_metadata(folder_of(job))
     key = override.partition("=")[0]
     with pytest.raises(UserError, match=f"command line: {key}: the drafter in .* is trained"):
-        stored_recipe(meta, job.folder, [override])
+        stored_recipe(meta, folder_of(job), [override])
 
 
 def test_what_a_drafter_is_measured_with_may_change(job):
     overrides = ["eval.prompts=1", "eval={repeats: 2}", "target.model=other", "seed=3", "name=b"]
     overrides += ["data.eval_prompts=starter", "data.eval_split=x", "data.max_prompt_tokens=9"]
     overrides += ["data.thinking=true", "runs=there", "train.rows_per_micro_batch=1"]
-    recipe = stored_recipe(read_metadata(job.folder), job.folder, overrides)
+    recipe = stored_recipe(read_metadata(folder_of(job)), folder_of(job), overrides)
     assert (recipe.eval.repeats, recipe.target.model, recipe.seed) == (2, "other", 3)
 
 
@@ -298,14 +300,14 @@ def test_a_target_that_a_moved_drafter_does_not_find_is_asked_for(
     job, tmp_path, monkeypatch, model, content
 ):
     monkeypatch.chdir(tmp_path)
-    meta = read_metadata(job.folder)
+    meta = read_metadata(folder_of(job))
     meta["target"] = {**meta["target"], "model": model, "content": content}
     meta["recipe"]["target"]["model"] = model
     with pytest.raises(UserError, match=r"draftsmith\.json says .* target\.model=PATH"):
-        stored_recipe(meta, job.folder)
+        stored_recipe(meta, folder_of(job))
     (tmp_path / "here").mkdir()
-    stored_recipe(meta, job.folder, ["target.model=./here"])
-    stored_recipe(meta, job.folder, ["target.model=some/model"])
+    stored_recipe(meta, folder_of(job), ["target.model=./here"])
+    stored_recipe(meta, folder_of(job), ["target.model=some/model"])
 
 
 def test_a_folder_alone_is_enough(job, report, monkeypatch, capsys):
@@ -313,31 +315,31 @@ def test_a_folder_alone_is_enough(job, report, monkeypatch, capsys):
     few = job.recipe.model_copy(
         update={"eval": EvalConfig(prompts=2, max_new_tokens=6, tree_nodes=2)}
     )
-    shipped = (job.folder / "draftsmith.json").read_bytes()
-    path = evaluate_checkpoint(job.folder, few)
-    assert path == job.folder / "report" / "report.html"
+    shipped = (folder_of(job) / "draftsmith.json").read_bytes()
+    path = evaluate_checkpoint(folder_of(job), few, folder_of(job) / "report")
+    assert path == folder_of(job) / "report" / "report.html"
     assert path.is_file()
     printed = capsys.readouterr().out
     assert "medusa tree" in printed or "medusa chain" in printed
     assert str(path) in printed
-    assert (job.folder / "draftsmith.json").read_bytes() == shipped
+    assert (folder_of(job) / "draftsmith.json").read_bytes() == shipped
 
 
 def test_a_folder_that_cannot_be_written_is_named_before_anything_is_loaded(job, monkeypatch):
     monkeypatch.setattr(Target, "load", lambda config: pytest.fail("loaded"))
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(UserError, match=r"no permission to write the report; .* runs=FOLDER"):
-        evaluate_checkpoint(job.folder, job.recipe)
+        evaluate_checkpoint(folder_of(job), job.recipe, folder_of(job) / "report")
 
 
 @pytest.mark.parametrize(("nodes", "kept"), [("auto", True), (2, False)])
 def test_only_a_searched_tree_is_shipped(job, monkeypatch, tmp_path, nodes, kept):
-    run = job.folder.parent
+    run = folder_of(job).parent
     monkeypatch.setattr(Target, "load", staticmethod(lambda config: job.target))
-    monkeypatch.setattr(stage, "held_out_documents", lambda recipe, run: documents(job.target))
+    monkeypatch.setattr(subjects, "held_out_documents", lambda recipe, run: documents(job.target))
     monkeypatch.setattr(stage, "evaluate_job", lambda job: job)
     recipe = job.recipe.model_copy(update={"eval": EvalConfig(tree_nodes=nodes)})
-    assert stage.evaluate(recipe, run).keep_tree is kept
+    assert stage.evaluate(recipe, run).subjects[0].keep_tree is kept
 
 
 def test_answers_that_end_with_prefill_leave_dashes(job, report, tmp_path):
@@ -346,24 +348,31 @@ def test_answers_that_end_with_prefill_leave_dashes(job, report, tmp_path):
     sampling = Sampling()
     arms = [
         Arm("plain", "plain", sampling),
-        Arm("chain", "plain", sampling, drafter=job.drafter, tree=chain(3)),
+        Arm(
+            "chain",
+            "plain",
+            sampling,
+            kind="medusa",
+            drafter=job.subjects[0].drafter,
+            tree=chain(3),
+        ),
     ]
     verdicts = Verdicts(True, "fine", None, None)
-    made = [arm_report(job.target, a, ended, ended, verdicts, None, kind="medusa") for a in arms]
+    made = [arm_report(job.target, a, ended, ended, verdicts, None) for a in arms]
     for arm in made:
         assert arm.speedup is arm.speedup_interval is arm.tokens_per_second is None
         assert arm.speedup_with_prefill == 1.0
     empty = replace(report, arms=made)
-    assert result_table(empty).rows[1][1:4] == ["-", "-", "-"]
+    assert leaderboard(empty).rows[1][2:5] == ["-", "-", "-"]
     assert "NaN" not in write_report(empty, tmp_path).with_suffix(".json").read_text()
-    assert "nan" not in " ".join(cell for row in result_table(empty).rows for cell in row)
+    assert "nan" not in " ".join(cell for row in leaderboard(empty).rows for cell in row)
 
 
 def test_a_folder_without_calibration_says_what_to_do(job, tmp_path):
     metadata = {"target": target_metadata(job.target), "recipe": {}}
-    save_drafter(job.drafter, tmp_path / "bare", metadata)
+    save_drafter(job.subjects[0].drafter, tmp_path / "bare", metadata)
     with pytest.raises(UserError, match="calibration"):
-        evaluate_checkpoint(tmp_path / "bare", job.recipe)
+        evaluate_checkpoint(tmp_path / "bare", job.recipe, tmp_path / "report")
 
 
 def test_prompts_are_spread_over_categories_and_counted(job):
@@ -379,7 +388,7 @@ def test_prompts_are_spread_over_categories_and_counted(job):
 
 def test_drafter_bytes_leave_out_what_the_target_has(job):
     size, heads = job.target.hidden_size, 3
-    held = drafter_bytes(job.drafter, job.target)
+    held = drafter_bytes(job.subjects[0].drafter, job.target)
     assert held == {"weights": 4 * heads * (size * size + size), "cache_per_token": 0}
     assert drafter_bytes(None, job.target)["weights"] == 0
 

@@ -9,7 +9,8 @@ from draftsmith.drafters.proposal import Proposal, Verdict
 from draftsmith.drafters.sampler import Sampling, standardise
 from draftsmith.drafters.tree import Tree, chain
 from draftsmith.eval import decode as loop
-from draftsmith.eval.bench import Arm, run_arm
+from draftsmith.eval.arms import Arm
+from draftsmith.eval.bench import run_arm
 from draftsmith.eval.decode import decode, decode_batch
 from draftsmith.eval.history import History, history_for
 from draftsmith.eval.rules import RULES
@@ -139,8 +140,8 @@ def test_an_arm_carries_its_rule_into_decoding():
     options = dict(sampling=Sampling(1.0), drafter=noisy_drafter(target), tree=chain(3))
     arm = Arm("typical", "plain", rule=RULES["typical"], **options)
     assert arm.acceptance == "typical (epsilon 0.09, delta 0.3), lossy"
-    mine = run_arm(target, arm, PROMPT, max_new_tokens=12, seed=0)
+    (mine,) = run_arm(target, arm, [PROMPT], max_new_tokens=12, seeds=[0])
     assert len(mine.tokens) == 12
     with pytest.raises(UserError, match="rule token is for draw 'chain', not for 'point'"):
         token = Arm("token", "plain", rule=RULES["token"], **options)
-        run_arm(target, token, PROMPT, max_new_tokens=12, seed=0)
+        run_arm(target, token, [PROMPT], max_new_tokens=12, seeds=[0])

@@ -14,7 +14,7 @@ from draftsmith.drafters.tree import Tree, chain, search_tree
 from draftsmith.eval import tune
 from draftsmith.eval.costs import measure_costs
 from draftsmith.eval.theory import RoundCost
-from draftsmith.eval.tune import calibrate, choose_tree, from_json, to_json
+from draftsmith.eval.tune import calibrate, choice_from, choose_tree, from_json, to_json
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MedusaConfig, Recipe, TargetConfig
 from tests.eval.test_bench import drafter_of
@@ -88,20 +88,18 @@ def test_the_best_quotient_wins_and_a_fixed_size_is_obeyed(target, drafter, monk
     calibration = replace(
         calibrate(RECIPE, target, drafter, documents(target)), sizes=[1, 2, 4], tau=[1.2, 1.5, 1.6]
     )
-    rounds = {1: 1.0, 2: 1.1, 4: 1.5, 3: 9.9}
+    rounds = {1: 1.0, 2: 1.1, 4: 1.5}
 
     def fake(target, drafter, trees, *, context, sampling):
         return [RoundCost(1.0, 0.0, rounds[tree.nodes], 0.0) for tree in trees]
 
     monkeypatch.setattr(tune, "measure_costs", fake)
-    choice, others = choose_tree(
-        target, drafter, calibration, nodes=None, context=8, extra=[chain(3)]
-    )
-    assert choice.tree.nodes == 2
+    choice = choose_tree(target, drafter, calibration, nodes=None, context=8)
+    assert len(choice.paths) == 2
     assert choice.cost.verify == 1.1
-    assert [cost.verify for cost in others] == [9.9]
-    fixed, _ = choose_tree(target, drafter, calibration, nodes=4, context=8, extra=[])
-    assert fixed.tree.nodes == 4
+    assert choice_from(json.loads(json.dumps(asdict(choice)))) == choice
+    fixed = choose_tree(target, drafter, calibration, nodes=4, context=8)
+    assert len(fixed.paths) == 4
     assert fixed.sizes == [4]
 
 
@@ -148,5 +146,5 @@ def test_a_small_draft_vocabulary_is_not_asked_for_more_guesses_than_it_has(targ
     assert found.tree(63).nodes == 3 + 9 + 27
     older = replace(found, accuracy=[[*row, *[0.0] * 7] for row in found.accuracy])
     for calibration in (found, older):
-        choice, _ = choose_tree(target, few, calibration, nodes=63, context=8, extra=[])
-        assert choice.tree.width == 3 and choice.tree.nodes == 39
+        choice = choose_tree(target, few, calibration, nodes=63, context=8)
+        assert Tree(choice.paths).width == 3 and len(choice.paths) == 39

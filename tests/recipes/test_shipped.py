@@ -6,7 +6,13 @@ import pytest
 
 from draftsmith.drafters.methods import CONFIGS
 from draftsmith.recipes.load import dump_recipe, load_recipe, shipped_recipes
-from draftsmith.recipes.schema import DFlashConfig, DraftModelConfig, MedusaConfig, Recipe
+from draftsmith.recipes.schema import (
+    DFlashConfig,
+    DraftModelConfig,
+    EvalConfig,
+    MedusaConfig,
+    Recipe,
+)
 from draftsmith.recipes.stages import flat
 from draftsmith.recipes.text import parse
 
@@ -54,6 +60,11 @@ def is_block(drafter: object) -> bool:
     return isinstance(drafter, DFlashConfig)
 
 
+def compares(config: EvalConfig) -> bool:
+    """Whether the report is about several drafters."""
+    return bool(config.drafters)
+
+
 # Knobs that only count when another one has a certain value.
 CONDITIONAL = {
     "data.distil.server.model": lambda recipe: recipe.data.distil.backend == "openai",
@@ -76,6 +87,9 @@ CONDITIONAL = {
     "objective.lk_eta": lambda recipe: recipe.objective.loss == "lk",
     "objective.temperature": lambda recipe: recipe.objective.loss == "kl",
     "optim.wsd_decay": lambda recipe: recipe.optim.schedule == "wsd",
+    "eval.drafters": lambda recipe: compares(recipe.eval),
+    "eval.rules": lambda recipe: compares(recipe.eval) and recipe.eval.temperature > 0,
+    "eval.batches": lambda recipe: compares(recipe.eval),
     "eval.top_p": lambda recipe: recipe.eval.temperature > 0,
     "eval.top_k": lambda recipe: recipe.eval.temperature > 0,
 }
