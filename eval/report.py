@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from draftsmith.eval.lossy import Quality
+from draftsmith.eval.served import Served
 from draftsmith.eval.summary import Acceptance, Percentiles
 from draftsmith.recipes.files import write_text
 
@@ -42,6 +43,9 @@ DEFINITIONS = {
     "the emitted token || target's law at this temperature), for drawn drafts at the first slot; "
     "agreement with plain decoding's answer (twice the tokens in common blocks over the tokens of "
     "both); share of answers identical to it.",
+    "served": "A server of another engine, asked for the same prompts from outside: its tokens are "
+    "those it counts, its times include the network, its acceptance is read off its metrics. It is "
+    "no baseline of the arms.",
     "token_ms": "A round's time, split evenly over the tokens it emitted.",
     "request_ms": "Prefill and decoding of a whole answer.",
     "lossless": "Greedy: one pass over prompt and answer, every argmax equals the next token (in "
@@ -157,6 +161,7 @@ class Report:
     skipped: dict[str, str] = field(default_factory=dict)  # arms that cannot be, and why
     walks: dict[str, Walk] = field(default_factory=dict)  # by drafter
     trees: dict[str, TreeChoice] = field(default_factory=dict)  # by drafter, where searched
+    served: list[Served] = field(default_factory=list)  # by requests in flight
     samples: list[Sample] = field(default_factory=list)
     training: list[dict[str, float]] = field(default_factory=list)
     definitions: dict[str, str] = field(default_factory=lambda: dict(DEFINITIONS))

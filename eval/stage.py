@@ -30,6 +30,7 @@ from draftsmith.eval.lossy import judged_arms, quality_from
 from draftsmith.eval.prompts import evaluation_prompts
 from draftsmith.eval.report import ArmReport, Report, Sample, TreeChoice, Walk, write_report
 from draftsmith.eval.results import NAME, Results
+from draftsmith.eval.served import Served, find_model, measure_served
 from draftsmith.eval.subjects import (
     Subject,
     check_same_target,
@@ -92,7 +93,7 @@ def evaluate(recipe: Recipe, run: Path) -> Path:
     """Measure run/drafter, and those of eval.drafters, on the evaluation prompts; writes
     run/report, returns the HTML's path.
     """
-    set_threads(recipe.eval)
+    prepare(recipe.eval)
     folder = run / "drafter"
     meta = read_metadata(folder)  # before the target's weights are loaded
     entries = find_entries(recipe.eval.drafters)
@@ -115,7 +116,7 @@ def evaluate_checkpoint(folder: Path, recipe: Recipe, report: Path) -> Path:
     entries = [find_entry(str(folder)), *find_entries(recipe.eval.drafters)]
     check_same_target(entries, read_metadata(folder)["target"], str(folder))
     check_writable(report)
-    set_threads(recipe.eval)
+    prepare(recipe.eval)
     target = Target.load(recipe.target)
     subjects = load_subjects(entries, target, [])
     return evaluate_job(Job(recipe, target, subjects, report, folder.parent / "log.jsonl"))
@@ -165,8 +166,12 @@ def check_place(trained: Mapping[str, Any], recipe: Recipe, folder: Path) -> Non
         )
 
 
-def set_threads(config: EvalConfig) -> None:
-    """Torch threads, when the recipe fixes them."""
+def prepare(config: EvalConfig) -> None:
+    """Torch threads, when the recipe fixes them; and a served engine must answer now, not in an
+    hour.
+    """
+    if config.served is not None:
+        find_model(config.served.rstrip("/"))
     if config.threads is not None:
         torch.set_num_threads(config.threads)
 
@@ -302,6 +307,7 @@ def make_report(job: Job, measured: Measured) -> Report:
         costs_ms={name: cost.milliseconds() for name, cost in measured.costs.items()},
         walks=walks,
         trees={name: tree for name, tree in trees.items() if tree is not None},
+        served=served_of(job, measured),
         samples=samples_of(job, measured),
         training=training_curve(job.log),
     )
@@ -324,6 +330,20 @@ def report_of(job: Job, arm: Arm, measured: Measured, memory: Memory) -> ArmRepo
         quality = quality_from(measured.results.once(("quality", arm.name), judge))
     cost = measured.costs.get(arm.name)
     return arm_report(job.target, arm, mine, plain, verdicts, cost, quality)
+
+
+def served_of(job: Job, measured: Measured) -> list[Served]:
+    """The server that the recipe names, measured on the same prompts."""
+    config = job.recipe.eval
+    if config.served is None:
+        return []
+    return measure_served(
+        config.served,
+        job.target,
+        measured.prompts,
+        batches=config.batches,
+        limit=config.max_new_tokens,
+    )
 
 
 def walk_of(calibration: Calibration) -> Walk:

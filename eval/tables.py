@@ -264,6 +264,28 @@ def estimated(value: Estimate | None, digits: int = 3) -> str:
     return f"{value.mean:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
+def served_table(report: Report) -> Table:
+    """The server that was measured from outside."""
+    rows = [
+        [
+            str(one.concurrency),
+            fixed(one.tokens_per_second, 1),
+            fixed(one.decode_tokens_per_second, 1),
+            three(one.first_token_ms, 0),
+            three(one.token_ms),
+            three(one.request_ms, 0),
+            share(one.acceptance),
+            fixed(one.tau, 2),
+        ]
+        for one in report.served
+    ]
+    header = ["requests in flight", "tokens/s", "of one request", "first token P50 / P95 / P99"]
+    header += ["between pieces", "request", "acceptance", "tau"]
+    where = f"{report.served[0].model} at {report.served[0].url}" if report.served else ""
+    note = f"{where}. Milliseconds, seen from outside; not comparable with the arms' engine."
+    return Table("Served engine", note, header, rows)
+
+
 def slot_tables(report: Report) -> list[Table]:
     """Conditional and joint acceptance."""
     return [
@@ -327,6 +349,7 @@ def memory_table(report: Report) -> Table:
 def detail_tables(report: Report) -> list[Table]:
     """Everything below the result."""
     tables = [
+        served_table(report),
         quality_table(report),
         latency_table(report),
         *slot_tables(report),

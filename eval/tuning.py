@@ -15,7 +15,7 @@ from draftsmith.eval.arms import PLAIN, Arm
 from draftsmith.eval.bench import BenchPrompt, measure
 from draftsmith.eval.costs import measure_costs
 from draftsmith.eval.results import Results
-from draftsmith.eval.stage import set_threads
+from draftsmith.eval.stage import prepare
 from draftsmith.eval.subjects import held_out_documents
 from draftsmith.eval.summary import prompt_totals, rates, speedup, tau_micro
 from draftsmith.eval.tune import Calibration, calibrate
@@ -41,7 +41,7 @@ def tune(folder: Path, recipe: Recipe) -> Shape:
     """Choose, write the choice into the drafter's metadata, and print what was compared."""
     if not recipe.drafter.walks:
         raise UserError(f"{folder}: merged trees of several models have no shape to choose")
-    set_threads(recipe.eval)
+    prepare(recipe.eval)
     documents = held_out_documents(recipe, folder.parent)
     target = Target.load(recipe.target)
     drafter = load_drafter(folder, target)

@@ -137,3 +137,11 @@ def test_drafters_of_another_target_are_refused_before_weights_load(
     shown.write_text(json.dumps(meta))
     assert cli.main(["eval", "runs/ngram", "runs/other"]) == 2
     assert "another target" in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_answer_is_said_before_weights_load(
+    there: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Target, "load", lambda config: pytest.fail("loaded"))
+    assert cli.main(["eval", "runs/ngram", "eval.served=http://127.0.0.1:9/v1"]) == 2
+    assert "127.0.0.1:9/v1 cannot be reached" in capsys.readouterr().err

@@ -53,9 +53,9 @@ def test_measuring_leaves_the_cached_context_as_it_was(target, drafter, monkeypa
     lengths = []
     original = target.step
 
-    def spy(ids, cache, nodes=None):
+    def spy(ids, cache, nodes=None, **taps):
         lengths.append(max(cache.lengths, default=0))
-        return original(ids, cache, nodes)
+        return original(ids, cache, nodes, **taps)
 
     monkeypatch.setattr(target, "step", spy)
     measure_costs(target, drafter, [chain(2)], context=9, sampling=Sampling(), turns=3)

@@ -25,6 +25,7 @@ WITHOUT_EFFECT = {
     "target.device",
     "target.revision",
     "target.trust_remote_code",
+    "eval.served",
     "data.distil.urls",
     "data.distil.share",
     "data.distil.server.key_variable",
@@ -127,7 +128,8 @@ def test_a_shipped_recipe_opens_with_command_hardware_time_and_result(file: Path
 
 def test_names_are_target_method_variant_and_unique() -> None:
     kinds = {load_recipe(str(file)).drafter.kind for file in FILES}
-    assert all(file.stem.partition("_")[2].startswith(tuple(kinds)) for file in FILES)
+    methods = (*kinds, "compare")
+    assert all(file.stem.partition("_")[2].startswith(methods) for file in FILES)
     assert len({file.stem for file in FILES}) == len(FILES)
     assert set(shipped_recipes()) == {file.stem for file in FILES}
 
