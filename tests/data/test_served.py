@@ -200,25 +200,32 @@ def test_an_answer_that_takes_too_long_is_asked_for_again(teller: Target, tmp_pa
 def test_a_dying_replica_is_left_out_and_used_again_when_it_is_back(
     teller: Target, tmp_path: Path
 ) -> None:
-    count = iter(range(10_000))
+    count, died = iter(range(10_000)), threading.Event()
 
     def dies(server: Server, body: dict[str, Any]) -> Any:
-        return "die" if next(count) == 5 else 0.02
+        if next(count) != 5:
+            return 0.02
+        died.set()
+        return "die"
 
     back: list[Server] = []
-    with Server(teller, fault=lambda server, body: 0.05) as steady:
+    # The other one is quicker while it is away.
+    with Server(teller, fault=lambda *_: 0.5 if back else 0.05) as steady:
         dying = Server(teller, fault=dies)
         port = dying.server_port
 
         def revive() -> None:
-            time.sleep(0.6)
+            died.wait()
+            time.sleep(0.5)
             back.append(Server(teller, port=port))
 
-        threading.Thread(target=revive).start()
+        reviver = threading.Thread(target=revive, daemon=True)
+        reviver.start()
         config = served(steady, dying, max_new_tokens=4)
         made = distil(teller, make_prompts(150), config, tmp_path, seed=0)
+        reviver.join()
         assert made.rows == 150 and not made.dropped
-        assert len(steady.bodies) > 50 and len(dying.bodies) >= 6 and len(back[0].bodies) > 5
+        assert len(steady.bodies) > 10 and len(dying.bodies) >= 6 and len(back[0].bodies) > 5
         back[0].die()
     assert len({row["key"] for row in read_rows(tmp_path)}) == 150
 
