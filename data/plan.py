@@ -22,6 +22,7 @@ from draftsmith.data.counts import (
 from draftsmith.data.memory import BYTES, FROZEN, FULL, answering_memory
 from draftsmith.data.needs import TRAINED, estimate_memory, trained_parameters
 from draftsmith.drafters.dflash import spread_taps
+from draftsmith.drafters.geometry import own_geometry
 from draftsmith.drafters.target import TargetShape, describe, pick_device
 from draftsmith.recipes.entry import run_folder
 from draftsmith.recipes.errors import UserError
@@ -208,7 +209,8 @@ def check_drafter(drafter: DrafterConfig, shape: TargetShape, name: str) -> None
 
 
 def check_block_drafter(config: DFlashConfig, shape: TargetShape, name: str) -> None:
-    """Taps, layers and the mask token."""
+    """Measures, taps, layers and the mask token."""
+    own_geometry(config, shape.geometry)
     taps = config.taps or spread_taps(shape.layers, config.layers)
     if taps[-1] > shape.layers - 2:
         raise UserError(

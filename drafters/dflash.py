@@ -28,7 +28,7 @@ from draftsmith.drafters.dflash_mask import check_mask_token, propose_mask_token
 from draftsmith.drafters.dflash_start import start_from_target
 from draftsmith.drafters.draws import draw_slots
 from draftsmith.drafters.export import assistant_model
-from draftsmith.drafters.geometry import geometry_of
+from draftsmith.drafters.geometry import geometry_of, own_geometry
 from draftsmith.drafters.grow import best_columns
 from draftsmith.drafters.projection import slot_logits, top_tokens
 from draftsmith.drafters.proposal import Draw, Plan, Proposal, Verdict
@@ -78,7 +78,8 @@ class DFlash(nn.Module):
         self.config = config.model_copy(update={"mask_token_id": mask})
         self.mask_token_id, self.depth = mask, config.depth
         self.taps = config.taps or spread_taps(target.layers, config.layers)
-        self.shape, self.target_layers = geometry_of(target.config), target.layers
+        self.shape = own_geometry(config, geometry_of(target.config))
+        self.target_layers = target.layers
         self.adjust, self.rotary = target.adjust, Rotary(self.shape)
         hidden = self.shape.hidden
         self.fc = nn.Linear(len(self.taps) * hidden, hidden, bias=False)

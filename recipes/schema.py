@@ -307,6 +307,11 @@ class DFlashConfig(DrafterBlock):
     # a token that no text has; null: an unused one of the target is taken
     mask_token_id: Annotated[int, Field(ge=0)] | None = None
     start: Literal["random", "target"] = "random"  # target: from copies of the target's layers
+    # measures of its layers; null: the target's
+    heads: Positive | None = None
+    kv_heads: Positive | None = None
+    head_dim: Positive | None = None
+    intermediate: Positive | None = None
     draft_vocab: Positive | None = None  # rows of the head that drafts may use; None: all
     anchors_per_row: Positive = 512  # blocks trained on per packed row, drawn anew in every epoch
 
