@@ -86,8 +86,6 @@ class DFlash(nn.Module):
         self.hidden_norm = RMSNorm(hidden, self.shape.eps)
         self.layers = nn.ModuleList(DraftLayer(self.shape) for _ in range(config.layers))
         self.norm = RMSNorm(hidden, self.shape.eps)
-        if config.start == "target":
-            start_from_target(target, self.layers, self.fc, self.hidden_norm, self.norm)
         self.register_buffer("embedding", target.embedding, persistent=False)
         rows = target.head_weight
         rows = rows if draft_ids is None else rows[draft_ids.to(target.device)]
@@ -99,6 +97,14 @@ class DFlash(nn.Module):
     def block_size(self) -> int:
         """B: the root and the slots."""
         return self.depth + 1
+
+    def begin(self, target: Target) -> None:
+        """Before the first training: weights from the target, where its knobs say so. Raises
+        UserError where the target's layers are of another type.
+        """
+        if self.config.start == "target":
+            parts = self.layers, self.fc, self.hidden_norm, self.norm
+            start_from_target(target, *parts, tap=self.taps[-1], mask=self.mask_token_id)
 
     def head(self) -> Head:
         """How slot states become logits."""
@@ -113,13 +119,16 @@ class DFlash(nn.Module):
         return [layer.context(fused, rope) for layer in self.draft_layers]
 
     def blocks(self, roots: Tensor, positions: Tensor, attend: Callable[[int], Attend]) -> Tensor:
-        """States [N, B, D] of blocks that start with these tokens [N] at these positions [N]."""
+        """States [N, K, D] of the slots of blocks that start with these tokens [N] at these
+        positions [N].
+        """
         ids = roots.new_full((len(roots), self.block_size), self.mask_token_id)
         ids[:, 0] = roots
         x = nn.functional.embedding(ids, self.embedding).to(self.fc.weight.dtype)
         rope: Rope = self.rotary(positions[:, None] + torch.arange(ids.shape[1], device=ids.device))
         for number, layer in enumerate(self.draft_layers):
-            x = layer(x, rope, attend(number))
+            # Nobody reads what the last layer makes of the root.
+            x = layer(x, rope, attend(number), skip=int(number == len(self.layers) - 1))
         states: Tensor = self.norm(x)
         return states
 
@@ -141,7 +150,7 @@ class DFlash(nn.Module):
             return lambda q, k, v: over(q, k, v, *contexts[layer])
 
         at = roots.row, roots.position
-        return self.blocks(batch.ids[at], batch.positions[at], attend)[:, 1:]
+        return self.blocks(batch.ids[at], batch.positions[at], attend)
 
     # --- training and measuring ---
 
@@ -212,7 +221,7 @@ class DFlash(nn.Module):
     def propose(self, state: DFlashState, root: Tensor, plan: Plan) -> Proposal:
         """One pass over the block; guesses of every slot, or draws from its law, as the tree."""
         batch, tree = root.shape[0], plan.tree
-        hidden = self.block_states(state.cache, root)[:, 1 : 1 + len(tree.paths[-1])]
+        hidden = self.block_states(state.cache, root)[:, : len(tree.paths[-1])]
         logits = slot_logits(hidden, self.head(), self.adjust)  # [B, depth of the tree, Vq]
         if plan.draw != "point":
             laws = standardise(logits, plan.sampling)
@@ -224,7 +233,9 @@ class DFlash(nn.Module):
         return Proposal(tokens, tree.parent.expand(batch, -1), valid)
 
     def block_states(self, cache: TargetCache, root: Tensor) -> Tensor:
-        """States [B, block, D] behind the cached contexts. Nothing of the block stays cached."""
+        """States of the slots [B, K, D] behind the cached contexts. Nothing of the block stays
+        cached.
+        """
         lengths = torch.tensor(cache.lengths, device=root.device)
         extent = cache.open(len(root), self.block_size, root.device)
         mask = None

@@ -53,8 +53,8 @@ def runs_of(batch: Batch, roots: Roots, block: int) -> list[Run]:
 
 
 def over_runs(runs: list[Run]) -> Over:
-    """Attention of blocks, run by run: queries, keys and values of the blocks [N, B, heads, d],
-    keys and values of the context [rows, T, Hkv, d] -> [N, B, H, d].
+    """Attention of blocks, run by run: queries [N, Q, H, d], keys and values [N, B, Hkv, d] of the
+    blocks, keys and values of the context [rows, T, Hkv, d] -> [N, Q, H, d].
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -113,8 +113,8 @@ class _OverRuns(torch.autograd.Function):
 
 class _Part:
     """A run laid out for matrix products. G blocks of B queries, R query heads per key head, a
-    context of C. `far` is [Hkv, R, G, B, C], against the context; `near` [G, Hkv, R, B, B], against
-    the block itself. Scores are fp32, products in the operands' dtype.
+    context of C. `far` is [Hkv, R, G, B, C], against the context; `near` [G, Hkv, R, B, S], against
+    the block's S places. Scores are fp32, products in the operands' dtype.
     """
 
     def __init__(self, run: Run, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor):
@@ -140,7 +140,8 @@ class _Part:
     def from_far(self, one: Tensor) -> Tensor:
         """[Hkv, R * G * B, x] -> [Hkv, R, G, B, x]."""
         blocks, size, _, ratio = self.lead
-        return one.unflatten(1, (ratio, blocks, size))
+        laid: Tensor = one.unflatten(1, (ratio, blocks, size))  # type: ignore[no-untyped-call]
+        return laid
 
     def from_near(self, one: Tensor) -> Tensor:
         """[G * Hkv, R * B, x] -> [G, Hkv, R, B, x]."""
@@ -178,7 +179,7 @@ class _Part:
         """From the gradient of the result [G, B, H, d]; `shift` is its product with the result and
         `total` the log of the softmax's sum, [G, B, H].
         """
-        blocks, size, shared, ratio = self.lead
+        blocks, _, shared, ratio = self.lead
         pulled = grad.unflatten(2, (shared, ratio))
         shift, total = (one.unflatten(2, (shared, ratio))[..., None] for one in (shift, total))
         far, near = self.scores()
@@ -211,7 +212,7 @@ class _Part:
     def pull(
         self, law: Tensor, grad: Tensor, shift: Tensor, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values of one part, whose law [.., rows, columns] it is."""
+        """Gradients of queries, keys and values of one part, which has this law."""
         dtype = q.dtype
         values = torch.bmm(law.to(dtype).transpose(1, 2), grad)
         inner = wide(torch.bmm(grad, v.transpose(1, 2))).sub_(shift).mul_(law)
@@ -233,18 +234,23 @@ def gather(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 def over_all(batch: Batch, roots: Roots, block: int) -> Over:
     """The same as `over_runs`, as one call of FlexAttention over all rows and blocks."""
-    total, count = batch.ids.numel(), len(roots.row) * block
+    total, count = batch.ids.numel(), len(roots.row)
     anchors = roots.row * batch.ids.shape[1] + roots.position  # [N] into the flattened rows
     begins = anchors - batch.positions[roots.row, roots.position]
-
-    def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        group = query // block
-        context = (key >= begins[group]) & (key < anchors[group])
-        own = (key - total) // block == group
-        return torch.where(key < total, context, own)
-
     kernel, masked = kernels(batch.ids.device.type)
-    mask = masked(visible, None, None, count, total + count, device=batch.ids.device)
+
+    @cache
+    def mask_of(size: int) -> Any:
+        """For blocks of so many queries."""
+
+        def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            group = query // size
+            context = (key >= begins[group]) & (key < anchors[group])
+            own = (key - total) // block == group
+            return torch.where(key < total, context, own)
+
+        shape = count * size, total + count * block
+        return masked(visible, None, None, *shape, device=batch.ids.device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         seen, read = (
@@ -252,8 +258,8 @@ def over_all(batch: Batch, roots: Roots, block: int) -> Over:
             for context, own in ((keys, k), (values, v))
         )
         heads = [one.transpose(0, 1)[None] for one in (q.flatten(0, 1), seen, read)]
-        mixed: Tensor = kernel(*heads, block_mask=mask, enable_gqa=True)
-        blocks: Tensor = mixed[0].transpose(0, 1).unflatten(0, (-1, block))
+        mixed: Tensor = kernel(*heads, block_mask=mask_of(q.shape[1]), enable_gqa=True)
+        blocks: Tensor = mixed[0].transpose(0, 1).unflatten(0, (-1, q.shape[1]))
         return blocks.to(q.dtype)
 
     return attend

@@ -71,7 +71,7 @@ def own_geometry(config: DFlashConfig, shape: Geometry) -> Geometry:
     """The target's measures with those that a drafter has for itself. Raises UserError where heads
     do not share keys evenly, or a rotary embedding cannot turn them.
     """
-    given = {
+    given: dict[str, Any] = {
         "heads": config.heads,
         "kv_heads": config.kv_heads,
         "head_dim": config.head_dim,

@@ -38,6 +38,7 @@ def make(target, *, block=4, noise=0.05, seed=0, draft_ids=None, **knobs):
     given = {"layers": 2, "taps": (0, 2), "mask_token_id": target.vocab_size - 1, "start": "target"}
     config = DFlashConfig(kind="dflash", block_size=block, **{**given, **knobs})
     drafter = DFlash(config, target, draft_ids)
+    drafter.begin(target)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for value in drafter.parameters():

@@ -28,7 +28,9 @@ def target():
 def drafter_of(target, draft_ids=None):
     torch.manual_seed(0)
     given = {"block_size": 4, "layers": 2, "taps": (0, 2), "mask_token_id": 19, "start": "target"}
-    return DFlash(DFlashConfig(kind="dflash", **given), target, draft_ids).eval()
+    drafter = DFlash(DFlashConfig(kind="dflash", **given), target, draft_ids)
+    drafter.begin(target)
+    return drafter.eval()
 
 
 @pytest.fixture
@@ -189,7 +191,8 @@ def test_a_drafter_made_elsewhere_is_read(target, folder, change):
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (lambda c: c.update(num_key_value_heads=4), "num_key_value_heads is not that"),
+        (lambda c: c.update(hidden_size=64), "hidden_size is not that"),
+        (lambda c: c.update(num_key_value_heads=4), "other tensors"),
         (lambda c: c["rope_parameters"].update(rope_theta=5.0), "rope_parameters is not that"),
         (lambda c: c.update(layer_types=["sliding_attention"] * 2), "sliding layers"),
         (lambda c: c["dflash_config"].pop("mask_token_id"), "has no 'mask_token_id'"),
