@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.drafters.dflash_layers import DraftLayer
+from draftsmith.drafters.quantised import plain_state
 from draftsmith.drafters.shallow import spread
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.errors import UserError
@@ -51,7 +52,7 @@ def start_from_target(
     chosen = [stack[at] for at in spread(target.layers, len(layers))]
     for layer, source in zip(layers, chosen, strict=True):
         copy_layer(layer, source, target.name)
-    copy(norm, target.base.norm, "norm", target.name)
+    copy(norm, weight_of(target.base.norm), "norm", target.name)
     weight_of(hidden_norm).copy_(torch.stack([norm_of(one) for one in chosen]).mean(0))
     taps = fc.in_features // fc.out_features
     fc.weight.copy_(torch.eye(fc.out_features).repeat(1, taps) / taps)
@@ -60,17 +61,16 @@ def start_from_target(
 def copy_layer(layer: nn.Module, source: nn.Module, name: str) -> None:
     """A target's layer into a drafter's."""
     assert isinstance(layer, DraftLayer)
-    modules = dict(source.named_modules())
+    state = plain_state(source, name)
     for path in COPIED:
-        copy(layer.get_submodule(path), modules.get(path), path, name)
+        copy(layer.get_submodule(path), state.get(f"{path}.weight"), path, name)
     for path in WHERE_PRESENT:
-        if path in modules:
-            copy(layer.get_submodule(path), modules[path], path, name)
+        if f"{path}.weight" in state:
+            copy(layer.get_submodule(path), state[f"{path}.weight"], path, name)
 
 
-def copy(to: nn.Module, source: nn.Module | None, path: str, name: str) -> None:
-    """A weight of the same shape, de-quantised by nobody. Raises UserError."""
-    weight = None if source is None else dict(source.named_parameters()).get("weight")
+def copy(to: nn.Module, weight: Tensor | None, path: str, name: str) -> None:
+    """A weight of the same shape. Raises UserError."""
     if weight is None or weight.shape != weight_of(to).shape:
         raise UserError(
             f"drafter.start: the layers of {name} have no {path} of a Llama's shape, from which a "
