@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from draftsmith.drafters.sharding import device_mesh
+from draftsmith.drafters.sharding import device_mesh, whole
 from draftsmith.recipes.schema import OptimConfig
 from draftsmith.train.parallel import MOMENTS, Tensors, adamw, load_moments
 from draftsmith.train.processes import Processes
@@ -80,7 +80,7 @@ class Fsdp:
         """All of them whole, on the main process."""
         kept = {}
         for name, value in tensors.items():
-            found = value.full_tensor() if isinstance(value, DTensor) else value
+            found = whole(value)
             if self.main:
                 kept[name] = found.cpu()
         return kept
@@ -107,7 +107,7 @@ class Fsdp:
             if isinstance(value, DTensor)
         ]
         for module, name, value in places:
-            module.register_parameter(name, nn.Parameter(value.detach().full_tensor()))
+            module.register_parameter(name, nn.Parameter(whole(value.detach())))
         try:
             yield
         finally:

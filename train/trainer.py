@@ -103,12 +103,12 @@ def micro_batches(t: Training) -> list[tuple[list[int], Batch]]:
     A process without any takes an unsupervised row along.
     """
     rows, size = t.next_rows(), t.recipe.train.rows_per_micro_batch
-    shares = [rows[first :: t.accelerator.num_processes] for first in range(len(rows))]
-    own = rows[t.accelerator.process_index :: t.accelerator.num_processes]
+    processes = t.accelerator.num_processes
+    own = rows[t.accelerator.process_index :: processes]
     pieces = [own[i : i + size] for i in range(0, len(own), size)]
     found = [(piece, t.batch(piece)) for piece in pieces]
     # The first process has most. Where passes are collective, all take as many.
-    most = -(-len(shares[0]) // size) if t.processes.in_lockstep else 1
+    most = math.ceil(len(rows[::processes]) / size) if t.processes.in_lockstep else 1
     while len(found) < most:
         batch = t.batch(rows[:1])
         nothing = torch.zeros_like(batch.supervised)
