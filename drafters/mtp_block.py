@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from draftsmith.drafters.mtp_attention import OURS, Chain, register
 from draftsmith.drafters.mtp_files import checkpoint_folder, find, read_block
-from draftsmith.drafters.quantised import plain_state
 from draftsmith.drafters.reach import layer_types, reaches
 from draftsmith.drafters.shallow import shallow_config
 from draftsmith.drafters.slots import Batch
@@ -142,7 +141,7 @@ def initialise(block: MtpBlock, target: Target, *, copied: bool) -> None:
             if value.ndim > 1:
                 value.normal_(std=deviation)
         return
-    block.layer.load_state_dict(plain_state(target.decoder_layers()[block.place], target.name))
+    block.layer.load_state_dict(target.layer_state(block.place))
     final, wanted = usual_states(target, block.place)
     scale = target.base.norm(torch.ones_like(final[:1]))[0].float()
     undone = scale / (scale**2 + 1e-6)  # a weight of 0 stays one

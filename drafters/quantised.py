@@ -48,6 +48,16 @@ def check_twice(config: TargetConfig, loaded: Any) -> None:
         )
 
 
+def check_spread(config: TargetConfig, loaded: Any, *, sharded: bool) -> None:
+    """Raises UserError for quantised layers that are to be spread over processes."""
+    method = config.load_in or quantisation_of(loaded)
+    if sharded and method != NONE:
+        raise UserError(
+            f"target.load_in: layers in {method} are not spread over processes here; share the "
+            "work by DDP or zero2, or leave the target unquantised"
+        )
+
+
 def load_options(config: TargetConfig, device: torch.device) -> dict[str, Any]:
     """What `from_pretrained` needs beside the rest, to quantise while it reads."""
     if config.load_in is None:

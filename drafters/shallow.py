@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.drafters.quantised import plain_state
 from draftsmith.drafters.slots import Batch
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.errors import UserError
@@ -63,7 +62,7 @@ def renumbered(target: Target, chosen: list[int]) -> dict[str, Tensor]:
         if not name.startswith(prefix):
             state[name] = value
     for place, layer in enumerate(chosen):
-        for name, value in plain_state(stack[layer], target.name).items():
+        for name, value in target.layer_state(layer).items():
             state[f"{prefix}{place}.{name}"] = value
     return state
 

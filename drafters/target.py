@@ -26,13 +26,16 @@ from draftsmith.drafters.layout import Nodes, chain_nodes
 from draftsmith.drafters.quantised import (
     NONE,
     check_quantiser,
+    check_spread,
     check_twice,
     load_options,
+    plain_state,
     plain_weight,
     quantisation_of,
     settle,
 )
 from draftsmith.drafters.reach import layer_types, mask_refusal, masks, reaches
+from draftsmith.drafters.sharding import own_part, shard, whole
 from draftsmith.drafters.slots import Batch, TargetStates
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import user_path
@@ -100,8 +103,11 @@ class Target:
         self.check_head()
 
     @staticmethod
-    def load(config: TargetConfig) -> "Target":
-        """Load by built-in name, folder or Hub id. Raises UserError when that cannot work."""
+    def load(config: TargetConfig, *, sharded: bool = False) -> "Target":
+        """Load by built-in name, folder or Hub id. Raises UserError when that cannot work.
+
+        sharded: the decoder layers are spread over the processes, all of which call this.
+        """
         check_quantiser(config)
         source, device = locate(config), pick_device(config.device)
         options: dict[str, Any] = {
@@ -110,17 +116,27 @@ class Target:
         }
         with hub_errors(config.model):
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
-            check_twice(config, AutoConfig.from_pretrained(source, **options))
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                source,
-                dtype=getattr(torch, config.dtype),
-                use_safetensors=True,
-                **options,
-                **load_options(config, device),
-            )
+            found = AutoConfig.from_pretrained(source, **options)
+            check_twice(config, found)
+            check_spread(config, found, sharded=sharded)
+            dtype = {"dtype": getattr(torch, config.dtype)}
+            quantised = load_options(config, device)
+
+            def read() -> Any:
+                return AutoModelForCausalLM.from_pretrained(
+                    source, use_safetensors=True, **dtype, **options, **quantised
+                )
+
+            def outline() -> Any:
+                trust = config.trust_remote_code
+                with torch.device("meta"):
+                    return AutoModelForCausalLM.from_config(found, trust_remote_code=trust, **dtype)
+
+            if sharded:
+                model = shard(read, outline, stack_of, device)
+            else:  # what is quantised while it is read is where it belongs
+                model = read() if quantised else read().to(device)
         fingerprint = make_fingerprint(config, model, tokenizer)
-        if config.load_in is None:  # what is quantised is where it belongs
-            model = model.to(device)
         return Target(model, tokenizer, name=config.model, fingerprint=fingerprint)
 
     @staticmethod
@@ -177,6 +193,13 @@ class Target:
                 "copies need one"
             )
         return stack
+
+    def layer_state(self, place: int) -> dict[str, Tensor]:
+        """A decoder layer's tensors by name, whole and de-quantised. Of a spread target every
+        process calls it.
+        """
+        state = plain_state(self.decoder_layers()[place], self.name)
+        return {name: whole(value) for name, value in state.items()}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final states [..., D] -> logits [..., V] with the model's own scale and soft-cap."""
@@ -348,7 +371,9 @@ class Target:
         """Refuse a model with a NaN anywhere: the row of a rare token may not be read for hours."""
         for name, value in self.model.named_parameters():
             # NaN is passed on by both extremes, which take a twentieth of isfinite's time.
-            if value.dtype in FLOATS and not all(bool(end.isfinite()) for end in value.aminmax()):
+            mine = own_part(value)
+            ends = mine.aminmax() if value.dtype in FLOATS and mine.numel() else ()
+            if not all(bool(end.isfinite()) for end in ends):
                 raise UserError(
                     f"{self.name}: its weight {name} holds NaN or infinite numbers: the file is "
                     "damaged or was written half; restore the model"
@@ -376,6 +401,18 @@ class Target:
                 "unknown logit scale, a head bias or a padded head); supported: logit_scale, "
                 "logits_scaling, final_logit_softcapping"
             )
+
+
+def stack_of(model: Any) -> nn.ModuleList:
+    """A model's decoder layers. Raises UserError where they are no stack."""
+    base, count = model.get_decoder(), model.config.get_text_config().num_hidden_layers
+    found = layer_stack(model.model if base is model else base, count)
+    if found is None:
+        raise UserError(
+            f"target.model: no stack of {count} decoder layers found, which could be spread over "
+            "processes; use --accelerate ddp or zero2"
+        )
+    return found
 
 
 def layer_stack(base: Any, layers: int) -> nn.ModuleList | None:
