@@ -183,11 +183,14 @@ def update_metadata(folder: Path, changes: dict[str, Any]) -> None:
 
 
 def check_target(meta: dict[str, Any], target: Target, folder: Path) -> None:
-    """A drafter reads one target's states; shapes and template must agree (dtype may differ).
+    """A drafter reads one target's states; shapes must agree, and the template where there is a
+    tokenizer (dtype may differ).
 
     A warning where it looks like another model of the same shape: drafts would be poor.
     """
-    same = ("architecture", "template", "hidden_size", "vocab_size")
+    same = ["architecture", "hidden_size", "vocab_size"]
+    if target.tokenizer is not None:
+        same.append("template")
     now = {**target.fingerprint, "hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
     trained = {"content": now["content"], **meta["target"]}  # older drafters do not name it
     differing = [

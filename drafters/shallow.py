@@ -61,7 +61,7 @@ def renumbered(target: Target, chosen: list[int]) -> dict[str, Tensor]:
         if not name.startswith(prefix):
             state[name] = value
     for place, layer in enumerate(chosen):
-        for name, value in stack[layer].state_dict().items():
+        for name, value in target.layer_state(layer).items():
             state[f"{prefix}{place}.{name}"] = value
     return state
 

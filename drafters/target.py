@@ -23,6 +23,7 @@ from draftsmith.drafters.content import folder_content
 from draftsmith.drafters.geometry import Geometry, geometry_of
 from draftsmith.drafters.layout import Nodes, chain_nodes
 from draftsmith.drafters.reach import layer_types, mask_refusal, masks, reaches
+from draftsmith.drafters.sharding import own_part, shard, whole
 from draftsmith.drafters.slots import Batch, TargetStates
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import user_path
@@ -87,8 +88,11 @@ class Target:
         self.check_head()
 
     @staticmethod
-    def load(config: TargetConfig) -> "Target":
-        """Load by built-in name, folder or Hub id. Raises UserError when that cannot work."""
+    def load(config: TargetConfig, *, sharded: bool = False) -> "Target":
+        """Load by built-in name, folder or Hub id. Raises UserError when that cannot work.
+
+        sharded: the decoder layers are spread over the processes, all of which call this.
+        """
         source, device = locate(config), pick_device(config.device)
         options: dict[str, Any] = {
             "revision": config.revision,
@@ -96,11 +100,22 @@ class Target:
         }
         with hub_errors(config.model):
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                source, dtype=getattr(torch, config.dtype), use_safetensors=True, **options
-            )
+            dtype = {"dtype": getattr(torch, config.dtype)}
+
+            def read() -> Any:
+                return AutoModelForCausalLM.from_pretrained(
+                    source, use_safetensors=True, **dtype, **options
+                )
+
+            def outline() -> Any:
+                found = AutoConfig.from_pretrained(source, **options)
+                trust = config.trust_remote_code
+                with torch.device("meta"):
+                    return AutoModelForCausalLM.from_config(found, trust_remote_code=trust, **dtype)
+
+            model = shard(read, outline, stack_of, device) if sharded else read().to(device)
         fingerprint = make_fingerprint(config, model, tokenizer)
-        return Target(model.to(device), tokenizer, name=config.model, fingerprint=fingerprint)
+        return Target(model, tokenizer, name=config.model, fingerprint=fingerprint)
 
     @staticmethod
     def from_model(model: Any, tokenizer: Any, *, name: str) -> "Target":
@@ -155,6 +170,11 @@ class Target:
                 "copies need one"
             )
         return stack
+
+    def layer_state(self, place: int) -> dict[str, Tensor]:
+        """A decoder layer's tensors by name, whole. Of a spread target every process calls it."""
+        state = self.decoder_layers()[place].state_dict()
+        return {name: whole(value) for name, value in state.items()}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final states [..., D] -> logits [..., V] with the model's own scale and soft-cap."""
@@ -329,7 +349,9 @@ class Target:
         """Refuse a model with a NaN anywhere: the row of a rare token may not be read for hours."""
         for name, value in self.model.named_parameters():
             # NaN is passed on by both extremes, which take a twentieth of isfinite's time.
-            if value.dtype in FLOATS and not all(bool(end.isfinite()) for end in value.aminmax()):
+            mine = own_part(value)
+            ends = mine.aminmax() if value.dtype in FLOATS and mine.numel() else ()
+            if not all(bool(end.isfinite()) for end in ends):
                 raise UserError(
                     f"{self.name}: its weight {name} holds NaN or infinite numbers: the file is "
                     "damaged or was written half; restore the model"
@@ -357,6 +379,18 @@ class Target:
                 "unknown logit scale, a head bias or a padded head); supported: logit_scale, "
                 "logits_scaling, final_logit_softcapping"
             )
+
+
+def stack_of(model: Any) -> nn.ModuleList:
+    """A model's decoder layers. Raises UserError where they are no stack."""
+    base, count = model.get_decoder(), model.config.get_text_config().num_hidden_layers
+    found = layer_stack(model.model if base is model else base, count)
+    if found is None:
+        raise UserError(
+            f"target.model: no stack of {count} decoder layers found, which could be spread over "
+            "processes; use --accelerate ddp or zero2"
+        )
+    return found
 
 
 def layer_stack(base: Any, layers: int) -> nn.ModuleList | None:

@@ -418,6 +418,7 @@ class TrainConfig(Block):
     feature_cache: bool = (
         False  # keep the target's states on disk; epochs after the first read them
     )
+    patience: Annotated[float, Field(gt=0.0)] = 1800.0  # seconds that processes wait for another
     log_every: Positive = 10
     eval_every: Positive = 200
     save_every: Positive = 200
