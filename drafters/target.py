@@ -231,6 +231,12 @@ class Target:
         taps: tuple[int, ...] = (),
     ) -> TargetStates:
         """`step` without its checks."""
+        states = self.run(self.pass_inputs(ids, cache, nodes), taps)
+        cache.close(ids.shape[1])
+        return states
+
+    def pass_inputs(self, ids: Tensor, cache: TargetCache, nodes: Nodes | None) -> dict[str, Any]:
+        """The decoder's arguments for one pass, for which the cache is opened."""
         batch, count = ids.shape
         nodes = nodes or chain_nodes(count, ids.device)
         extent = cache.open(batch, count, ids.device)
@@ -239,18 +245,15 @@ class Target:
         # of 64 rows at a context of 200: 0.51 s and 0.22 s).
         several = batch > 1 and extent.longest > 0 and self.device.type == "cpu"
         always = several and mask_refusal(self.config) is None
-        where = extent.starts, extent.longest
+        where = extent.starts, extent.width(count) - count
         mask = masks(self.reach, nodes, positions, *where, always=always)
-        inputs = {
+        return {
             "input_ids": ids,
             "position_ids": positions,
             "attention_mask": None if mask is None else self.as_attention_mask(mask),
             "use_cache": True,
             self.cache_argument: cache.cache,
         }
-        states = self.run(inputs, taps)
-        cache.close(count)
-        return states
 
     def prefill(
         self, ids: Tensor, lengths: Tensor, cache: TargetCache, *, taps: tuple[int, ...] = ()

@@ -450,6 +450,8 @@ class EvalConfig(Block):
     batches: Annotated[
         tuple[Annotated[int, Field(ge=1, le=1024)], ...], Field(min_length=1, max_length=16)
     ] = (1,)
+    # on CUDA, our arms by recorded passes as well (CUDA graphs), one prompt at a time
+    graphs: bool = False
     # a server with OpenAI's API that is measured too, such as http://localhost:8000/v1
     served: Text | None = None
 

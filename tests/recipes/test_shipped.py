@@ -26,6 +26,7 @@ WITHOUT_EFFECT = {
     "target.revision",
     "target.trust_remote_code",
     "eval.served",
+    "eval.graphs",
     "data.distil.urls",
     "data.distil.share",
     "data.distil.server.key_variable",
