@@ -12,8 +12,6 @@ such a part (a few outlying channels, much the same everywhere); a linear fit fi
 which contexts are 1 and the tokens of a block -1, on the states of a few random tokens.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -60,10 +58,9 @@ def start_from_target(
             f"drafter.layers: {len(layers)} is more than the {target.layers} of {target.name}; "
             "give fewer, or start: random"
         )
-    stack = target.decoder_layers()
-    for layer, at in zip(layers, spread(target.layers, len(layers)), strict=True):
-        copy_layer(layer, stack[at], target.name)
-    copy(norm, target.base.norm, "norm", target.name)
+    for layer, place in zip(layers, spread(target.layers, len(layers)), strict=True):
+        copy_layer(layer, target.layer_state(place), target.name)
+    copy(norm, dict(target.base.norm.state_dict()), "", target.name)
     weight_of(norm).mul_(SOFTNESS)
     hidden = fc.out_features
     fc.weight.zero_()
@@ -139,17 +136,16 @@ def principal(features: Tensor, count: int) -> Tensor:
     return torch.linalg.eigh(features.T @ features).eigenvectors[:, -count:].T
 
 
-def copy_layer(layer: nn.Module, source: nn.Module, name: str) -> None:
+def copy_layer(layer: nn.Module, source: dict[str, Tensor], name: str) -> None:
     """A target's layer into a drafter's. Of its attention, what fits; a head more than once where
     there are more.
     """
     assert isinstance(layer, DraftLayer)
-    modules = dict(source.named_modules())
     for path in COPIED:
-        copy(layer.get_submodule(path), modules.get(path), path, name)
+        copy(layer.get_submodule(path), source, f"{path}.", name)
     for path in (*HEADS, *WHERE_FITTING):
-        if path in modules:
-            given = weight_of(modules[path])
+        given = source.get(f"{path}.weight")
+        if given is not None:
             copy_heads(weight_of(layer.get_submodule(path)), given, layer.self_attn.head_dim)
 
 
@@ -161,13 +157,14 @@ def copy_heads(to: Tensor, weight: Tensor, head_dim: int) -> None:
         to.copy_(heads.repeat_interleave(times, dim=0).flatten(0, 1))
 
 
-def copy(to: nn.Module, source: nn.Module | None, path: str, name: str) -> None:
-    """A weight of the same shape, de-quantised by nobody. Raises UserError."""
-    weight = None if source is None else dict(source.named_parameters()).get("weight")
+def copy(to: nn.Module, source: dict[str, Tensor], prefix: str, name: str) -> None:
+    """The weight under this prefix, of the same shape. Raises UserError."""
+    weight = source.get(f"{prefix}weight")
     if weight is None or weight.shape != weight_of(to).shape:
         raise UserError(
-            f"drafter.start: the layers of {name} have no {path} of this drafter's shape, from "
-            "which it could start; use start: random, or leave drafter.intermediate out"
+            f"drafter.start: the layers of {name} have no {prefix or 'norm.'}weight of this "
+            "drafter's shape, from which it could start; use start: random, or leave "
+            "drafter.intermediate out"
         )
     weight_of(to).copy_(weight)
 
