@@ -19,15 +19,11 @@ from draftsmith.drafters.mtp_attention import OURS, Chain, register
 from draftsmith.drafters.mtp_files import checkpoint_folder, find, read_block
 from draftsmith.drafters.reach import layer_types, reaches
 from draftsmith.drafters.shallow import shallow_config
-from draftsmith.drafters.slots import Batch
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MtpConfig
 
 FULL = "full_attention"
-# Largest root mean square of what a copied layer reads. Slot 1 hits after 70 steps of one row,
-# lr 1e-3, on SmolLM2-135M: 18 % with about 4, 13 % with 30, 16 % with 1 and with random weights.
-SIZE = 4.0
 
 
 class MtpBlock(nn.Module):
@@ -53,6 +49,11 @@ class MtpBlock(nn.Module):
         else:
             initialise(self, target, copied=config.start == "last_layer")
 
+    def inputs(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """Embeddings and states [.., D] as the projection reads them, [.., 2D]."""
+        read = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
+        return torch.cat(read[::-1] if self.hidden_first else read, dim=-1)
+
     def forward(
         self,
         embedded: Tensor,
@@ -68,8 +69,7 @@ class MtpBlock(nn.Module):
         mask: [B or 1, 1, M, S] bool over the keys in the cache and these. In training, `chain`
         holds masks and keys instead.
         """
-        read = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
-        joined = self.fc(torch.cat(read[::-1] if self.hidden_first else read, dim=-1))
+        joined = self.fc(self.inputs(embedded, hidden))
         at = (positions + self.shift).clamp(min=0)
         out = self.layer(
             joined,
@@ -127,32 +127,16 @@ def rotary(target: Target, config: Any) -> Callable[[Tensor, Tensor], Any]:
 
 @torch.no_grad()
 def initialise(block: MtpBlock, target: Target, *, copied: bool) -> None:
-    """Start values. The last norm is the target's: its head reads what comes out.
-
-    copied: the layer is the target's. It reads the state alone, brought back to what it was before
-    the target's last norm; the embedding comes in with the first step. What the layer usually reads
-    may be large (a size of 30 in SmolLM2-135M): both it and what the layer adds to it are scaled
-    down to `SIZE` then, which its norms do not notice, so that the embedding is heard soon.
+    """Start values. The last norm is the target's: its head reads what comes out. A copied layer is
+    the target's; what it reads is fitted to the data (`mtp_fit.py`).
     """
     block.norm.load_state_dict(target.base.norm.state_dict())
     deviation = float(target.config.initializer_range)
-    if not copied:
-        for value in [block.fc.weight, *block.layer.parameters()]:
-            if value.ndim > 1:
-                value.normal_(std=deviation)
-        return
-    block.layer.load_state_dict(target.decoder_layers()[block.place].state_dict())
-    final, wanted = usual_states(target, block.place)
-    scale = target.base.norm(torch.ones_like(final[:1]))[0].float()
-    undone = scale / (scale**2 + 1e-6)  # a weight of 0 stays one
-    read = nn.functional.rms_norm(final.float(), final.shape[-1:]) * undone
-    size = wanted.clamp(max=SIZE)
-    state = torch.diag(undone * size / sizes(read).median())
-    for name, value in block.layer.named_parameters():
-        if "o_proj" in name or "down_proj" in name:
-            value.mul_(size / wanted)
-    halves = [torch.zeros_like(state), state]
-    block.fc.weight.copy_(torch.cat(halves[::-1] if block.hidden_first else halves, dim=1))
+    if copied:
+        block.layer.load_state_dict(target.decoder_layers()[block.place].state_dict())
+    for value in [block.fc.weight, *(() if copied else block.layer.parameters())]:
+        if value.ndim > 1:
+            value.normal_(std=deviation)
 
 
 @torch.no_grad()
@@ -162,18 +146,3 @@ def take_over(block: MtpBlock, target: Target) -> None:
     expected = block.state_dict()
     for name, value in read_block(found, expected, hidden_first=block.hidden_first).items():
         expected[name].copy_(value)
-
-
-def usual_states(target: Target, place: int) -> tuple[Tensor, Tensor]:
-    """Final states [n, D] of a few tokens, and how large the states are that a layer reads."""
-    ids = torch.arange(64, device=target.device)[None] * 97 % target.vocab_size
-    where = torch.arange(64, device=target.device)[None]
-    batch = Batch(ids, where, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))
-    states = target.states(batch, (place - 1,) if place else ())
-    before = target.embedding[ids] if states.layers is None else states.layers
-    return states.final[0], sizes(before.float()).median()
-
-
-def sizes(states: Tensor) -> Tensor:
-    """Root mean squares, [..] from [.., D]."""
-    return states.pow(2).mean(dim=-1).sqrt()

@@ -19,7 +19,6 @@ from transformers import (
 
 from draftsmith.drafters import methods, mtp_attention
 from draftsmith.drafters.coins import SeededCoins
-from draftsmith.drafters.mtp_block import usual_states
 from draftsmith.drafters.projection import slot_logits
 from draftsmith.drafters.proposal import Plan, Verdict
 from draftsmith.drafters.sampler import Sampling
@@ -409,30 +408,3 @@ def test_only_the_block_is_trained_and_starts_as_the_last_layer():
         assert torch.equal(trained[f"block.layer.{name}"], value)
         assert trained[f"block.layer.{name}"].data_ptr() != value.data_ptr()
     assert target.model.config._attn_implementation == "sdpa"  # the target's own is left alone
-
-
-@pytest.mark.parametrize("loud", [1.0, 100.0])
-def test_a_copied_layer_does_at_its_start_what_the_target_s_does(loud):
-    """It reads what the last layer wrote, and adds to it as that layer would."""
-    target = tiny_target(40)
-    with torch.no_grad():
-        target.embedding.mul_(loud)
-        target.base.norm.weight.copy_(torch.linspace(-2.0, 2.0, target.hidden_size))
-    block = methods.build(MtpConfig(kind="mtp"), target, None).block
-    ids = torch.arange(9)[None]
-    written = target.base.layers[-1].register_forward_hook(lambda m, i, out: kept.append(out))
-    kept = []
-    final = target.states(Batch(ids, ids, ids * 0, ids >= 0)).final
-    written.remove()
-    at = torch.arange(9)[None]
-    causal = torch.ones(9, 9, dtype=torch.bool).tril()[None, None]
-    have = block(torch.randn_like(final), final, at, mask=causal)
-    again = target.base.layers[-1]
-    turned = target.base.rotary_emb(final, at)
-    low = torch.where(causal, 0.0, torch.finfo(final.dtype).min)
-    sizes = kept[0].pow(2).mean(-1, keepdim=True).sqrt()
-    usual = usual_states(target, 1)[1]
-    with torch.no_grad():
-        want = again(kept[0] / sizes * usual, attention_mask=low, position_embeddings=turned)
-    alike = torch.nn.functional.cosine_similarity(have, want, dim=-1)
-    assert float(alike.min()) > 0.99
