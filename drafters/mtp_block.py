@@ -29,7 +29,8 @@ FULL = "full_attention"
 class MtpBlock(nn.Module):
     """fc, three norms and a layer, in fp32. `reach` is how far the layer's attention looks back."""
 
-    def __init__(self, config: MtpConfig, target: Target) -> None:
+    def __init__(self, config: MtpConfig, target: Target, depth: int = 0) -> None:
+        """depth: which of the checkpoint's MTP layers it starts as, where it starts as one."""
         super().__init__()
         self.hidden_first = config.order == "hidden_first"
         self.shift = config.position_shift
@@ -45,7 +46,7 @@ class MtpBlock(nn.Module):
         self.rotate = rotary(target, self.layer_config)
         self.cache_argument = target.cache_argument
         if config.start == "checkpoint":
-            take_over(self, target)
+            take_over(self, target, depth)
         else:
             initialise(self, target, copied=config.start == "last_layer")
 
@@ -140,9 +141,9 @@ def initialise(block: MtpBlock, target: Target, *, copied: bool) -> None:
 
 
 @torch.no_grad()
-def take_over(block: MtpBlock, target: Target) -> None:
-    """The MTP layer that lies in the target's own files. Raises UserError."""
-    found = find(checkpoint_folder(target.model.config.name_or_path), target.layers)
+def take_over(block: MtpBlock, target: Target, depth: int) -> None:
+    """An MTP layer that lies in the target's own files. Raises UserError."""
+    found = find(checkpoint_folder(target.model.config.name_or_path), target.layers, depth)
     expected = block.state_dict()
     for name, value in read_block(found, expected, hidden_first=block.hidden_first).items():
         expected[name].copy_(value)

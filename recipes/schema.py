@@ -335,6 +335,8 @@ class MtpConfig(DrafterBlock):
 
     kind: Literal["mtp"]
     draft_tokens: Annotated[int, Field(ge=1, le=16)] = 3  # K (FastMTP, 2509.18362)
+    # 1: one layer that is applied again for every slot; as many as draft_tokens: one for each
+    depths: Annotated[int, Field(ge=1, le=16)] = 1
     # last_layer: the block starts as the target's last layer of full attention. random: as new.
     # checkpoint: as the MTP layer that comes with the target's weights (healing, 2604.12374)
     start: Literal["last_layer", "random", "checkpoint"] = "last_layer"
@@ -349,10 +351,29 @@ class MtpConfig(DrafterBlock):
     )
     draft_vocab: Positive | None = None  # rows of the head that drafts may use; None: all
 
+    @model_validator(mode="after")
+    def check_depths(self) -> Self:
+        """Layers of their own read the states of the one before, at every position."""
+        if self.depths not in (1, self.draft_tokens):
+            raise ValueError(
+                f"depths: {self.depths} is neither 1 nor draft_tokens ({self.draft_tokens})"
+            )
+        if self.depths > 1 and self.recursion != "teacher":
+            raise ValueError(
+                f"recursion: {self.recursion} is for one layer that is applied again; "
+                "use teacher, or depths: 1"
+            )
+        return self
+
     @property
     def depth(self) -> int:
         """K, the slots."""
         return self.draft_tokens
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """A chain where every slot has a layer of its own; else held-out answers choose."""
+        return (1,) * self.draft_tokens if self.depths > 1 else ()
 
     @property
     def trained_slots(self) -> int:

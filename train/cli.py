@@ -1,5 +1,5 @@
 """The command line: `draftsmith run|data|train|eval RECIPE [KEY=VALUE ...] [--dry-run]`,
-`draftsmith tune RUN`, and `draftsmith data stats|inspect|merge`.
+`draftsmith tune RUN`, `draftsmith stitch RUN OUT`, and `draftsmith data stats|inspect|merge`.
 
 `eval` also takes the folders of drafters, or of their runs: `draftsmith eval FOLDER [FOLDER ...]`.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from draftsmith.data.runner import Program, Work, distil, run_recipe
 from draftsmith.data.tools import TOOLS
-from draftsmith.recipes.entry import Arguments, guard, open_run
+from draftsmith.recipes.entry import Arguments, Parser, guard, open_run
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import user_path
 from draftsmith.recipes.load import shipped_recipes
@@ -24,6 +24,7 @@ COMMANDS = {
     "train": "train the drafter on the answers",
     "eval": "decode, measure, report; takes a recipe, or folders of drafters",
     "tune": "choose the chain or tree that decodes fastest here; takes a run's folder",
+    "stitch": "put trained MTP layers into a copy of their target's checkpoint",
 }
 
 
@@ -37,6 +38,8 @@ def command(argv: Sequence[str]) -> None:
     """Do what the command line says."""
     if argv[:1] == ["data"] and argv[1:2] and argv[1] in TOOLS:
         return TOOLS[argv[1]](argv[2:])
+    if argv[:1] == ["stitch"]:
+        return stitch_folder(argv[1:])
     program = Program("draftsmith", COMMANDS, WORK)
     arguments = program.parse(argv)
     if arguments.command == "tune":
@@ -119,6 +122,23 @@ def tune_folder(arguments: Arguments) -> None:
 
     folder = drafter_folder(path)
     tune(folder, stored_recipe(read_metadata(folder), folder, arguments.overrides))
+
+
+def stitch_folder(words: Sequence[str]) -> None:
+    """`stitch FOLDER OUT [--target TARGET] [--link]`"""
+    parser = Parser(prog="draftsmith stitch", description=COMMANDS["stitch"])
+    parser.add_argument("folder", metavar="FOLDER", help="of a trained mtp drafter, or of its run")
+    parser.add_argument("out", metavar="OUT", help="folder to be made")
+    parser.add_argument("--target", help="the checkpoint, where it has moved: a folder or Hub id")
+    parser.add_argument("--link", action="store_true", help="link the files that stay as they are")
+    given = parser.parse_args(list(words))
+    from draftsmith.drafters.mtp_publish import publish
+    from draftsmith.eval.subjects import drafter_folder
+
+    out = user_path(given.out)
+    folder = drafter_folder(user_path(given.folder))
+    source = publish(folder, out, target=given.target, link=given.link)
+    print(f"{out}: {source} with the MTP layers of {folder}")
 
 
 if __name__ == "__main__":

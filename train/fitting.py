@@ -19,6 +19,8 @@ def fit_start(t: Training) -> None:
     fit(t.drafter.block, t.target, t.drafter.embed, first_rows(t))
     weight = t.drafter.block.fc.weight
     weight.data.copy_(broadcast(weight.data))
+    for further in list(t.drafter.blocks)[1:]:  # each starts as the first one, applied again
+        further.load_state_dict(t.drafter.block.state_dict())
     t.seconds += time.perf_counter() - began
 
 

@@ -402,9 +402,9 @@ def test_only_the_block_is_trained_and_starts_as_the_last_layer():
     target = tiny_target(40, tied=True)
     drafter = methods.build(MtpConfig(kind="mtp"), target, None)
     trained = methods.trainable(drafter)
-    assert trained.keys() == dict(drafter.block.named_parameters(prefix="block")).keys()
+    assert trained.keys() == dict(drafter.block.named_parameters(prefix="blocks.0")).keys()
     assert all(value.dtype == torch.float32 for value in trained.values())
     for name, value in target.decoder_layers()[-1].state_dict().items():
-        assert torch.equal(trained[f"block.layer.{name}"], value)
-        assert trained[f"block.layer.{name}"].data_ptr() != value.data_ptr()
+        assert torch.equal(trained[f"blocks.0.layer.{name}"], value)
+        assert trained[f"blocks.0.layer.{name}"].data_ptr() != value.data_ptr()
     assert target.model.config._attn_implementation == "sdpa"  # the target's own is left alone

@@ -75,7 +75,7 @@ def in_family(block, layout, hidden_first=False):
             stem = theirs.rpartition(".")[0]
             alone = [f"{stem}.{i}.down_proj.weight" for i in range(len(value))]
         parts = {theirs: value} if alone == [theirs] else split(alone, theirs, value)
-        prefix = layout.prefix.format(n=4)
+        prefix = layout.at(4)
         found |= {prefix + part: one.contiguous() for part, one in parts.items()}
     return found
 
@@ -160,7 +160,7 @@ def test_putting_it_back_changes_its_tensors_and_not_a_byte_else(tmp_path, famil
     block = checkpoint(source, family, layout, sharded=sharded)
     for value in block.state_dict().values():
         value.add_(0.5)
-    stitch(source, block.state_dict(), folder, layers=4, hidden_first=False)
+    stitch(source, [block.state_dict()], folder, layers=4, hidden_first=False)
     assert sorted(p.name for p in folder.iterdir()) == sorted(p.name for p in source.iterdir())
     moved = set(in_family(block, LAYOUTS[layout]))
     for path in source.iterdir():
@@ -185,14 +185,14 @@ def test_a_checkpoint_without_one_gets_a_file_more(tmp_path, sharded):
     model.save_pretrained(tmp_path / "x", max_shard_size="20KB" if sharded else "5GB")
     block = mtp(Target.from_model(model, None, name="x"), order="hidden_first").block
     weights = block.state_dict()
-    stitch(tmp_path / "x", weights, tmp_path / "y", layers=4, hidden_first=True)
+    stitch(tmp_path / "x", [weights], tmp_path / "y", layers=4, hidden_first=True)
     target = load(tmp_path / "y")
     for name, value in model.state_dict().items():
         assert torch.equal(target.model.state_dict()[name], value)
     assert same(block, healed(target, order="hidden_first").block)
     assert json.loads((tmp_path / "y" / "config.json").read_text())["num_nextn_predict_layers"] == 1
     with pytest.raises(UserError, match="exists"):
-        stitch(tmp_path / "x", weights, tmp_path / "y", layers=4, hidden_first=True)
+        stitch(tmp_path / "x", [weights], tmp_path / "y", layers=4, hidden_first=True)
 
 
 def test_what_does_not_fit_is_named(tmp_path):
