@@ -8,22 +8,17 @@ and output (norms of heads, biases, gates) is done here too; only its attention 
 """
 
 import copy
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from draftsmith.drafters.mtp_attention import OURS, Chain, register
+from draftsmith.drafters.mtp_attention import Chain
 from draftsmith.drafters.mtp_files import checkpoint_folder, find, read_block
-from draftsmith.drafters.reach import layer_types, reaches
-from draftsmith.drafters.shallow import shallow_config
-from draftsmith.drafters.target import Target
-from draftsmith.recipes.errors import UserError
+from draftsmith.drafters.mtp_layer import check_layer, one_layer, rotary, start_layer
+from draftsmith.drafters.reach import reaches
+from draftsmith.drafters.target import Target, layer_stack
 from draftsmith.recipes.schema import MtpConfig
-
-FULL = "full_attention"
 
 
 class MtpBlock(nn.Module):
@@ -34,8 +29,10 @@ class MtpBlock(nn.Module):
         super().__init__()
         self.hidden_first = config.order == "hidden_first"
         self.shift = config.position_shift
-        self.place = start_layer(target)
-        self.layer_config = one_layer(target, self.place)
+        stack = layer_stack(target.base, target.layers)
+        check_layer(target.base, target.config, stack, target.name)
+        self.place = start_layer(target.config)
+        self.layer_config = one_layer(target.config, self.place)
         self.reach = next(iter(reaches(self.layer_config).values()))
         size = target.hidden_size
         self.fc = nn.Linear(2 * size, size, bias=False)
@@ -43,7 +40,7 @@ class MtpBlock(nn.Module):
         self.pre_fc_norm_hidden = new_norm(target)
         self.layer = type(target.decoder_layers()[self.place])(self.layer_config, 0).float()
         self.norm = new_norm(target)
-        self.rotate = rotary(target, self.layer_config)
+        self.rotate = rotary(target.base, self.layer_config)
         self.cache_argument = target.cache_argument
         if config.start == "checkpoint":
             take_over(self, target, depth)
@@ -84,46 +81,11 @@ class MtpBlock(nn.Module):
         return state
 
 
-def start_layer(target: Target) -> int:
-    """The last layer of full attention; the last one where types are not told apart."""
-    kinds = layer_types(target.config)
-    if kinds is None or FULL not in kinds:
-        return target.layers - 1
-    return max(place for place, kind in enumerate(kinds) if kind == FULL)
-
-
-def one_layer(target: Target, place: int) -> Any:
-    """The target's text config with this layer alone, its attention ours. Raises UserError for a
-    layer without attention.
-    """
-    config = shallow_config(target.config, [place])
-    if not reaches(config):
-        raise UserError(
-            f"drafter.kind: {target.name} has no attention layer that an mtp block could be made "
-            "of; take another kind"
-        )
-    first = config.to_dict().get("first_k_dense_replace")  # DeepSeek: layers from here on are MoE
-    if first is not None and place >= first:
-        config.first_k_dense_replace = 0
-    register()
-    config._attn_implementation = OURS
-    return config
-
-
 def new_norm(target: Target) -> Any:
     """A norm like the target's last one, in fp32, its weights as new."""
     norm = copy.deepcopy(target.base.norm).float()
     norm.load_state_dict(type(target.base.norm)(target.hidden_size).state_dict())
     return norm.requires_grad_()
-
-
-def rotary(target: Target, config: Any) -> Callable[[Tensor, Tensor], Any]:
-    """(states, positions) -> the cosines and sines that the layer takes."""
-    module = target.base.rotary_emb
-    if "layer_type" not in inspect.signature(module.forward).parameters:
-        return lambda states, positions: module(states, positions)
-    (kind,) = layer_types(config) or ("",)
-    return lambda states, positions: module(states, positions, kind)
 
 
 @torch.no_grad()
