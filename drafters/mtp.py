@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from draftsmith.drafters.cache import TargetCache
 from draftsmith.drafters.grow import grow
-from draftsmith.drafters.mtp_block import MtpBlock
+from draftsmith.drafters.mtp_block import MtpBlock, before_norm
 from draftsmith.drafters.mtp_cache import MtpState, Reader, begin
 from draftsmith.drafters.mtp_depths import (
     DepthState,
@@ -68,6 +68,9 @@ class MtpModule(nn.Module):
         )
         weight = target.head_weight.detach()
         rows = weight if draft_ids is None else weight[draft_ids.to(target.device)]
+        self.undone: Tensor | None = None
+        if config.reads == "pre_norm":
+            self.undone = before_norm(target.base.norm, target.hidden_size, target.name)
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("embedding", target.embedding.detach(), persistent=False)
         self.register_buffer("draft_ids", draft_ids, persistent=False)
@@ -92,6 +95,12 @@ class MtpModule(nn.Module):
     def embed(self, ids: Tensor) -> Tensor:
         """[..] -> [.., D] in the block's dtype."""
         return self.embedding[ids].to(self.block.fc.weight.dtype)
+
+    def read(self, final: Tensor) -> Tensor:
+        """The target's states [.., D] as slot 1 reads them: where they are those before its last
+        norm, up to their length, which the layer's own norm does not notice.
+        """
+        return final if self.undone is None else (final.float() * self.undone).to(final.dtype)
 
     def recycle(self, output: Tensor) -> Tensor:
         """The block's output as the next slot reads it."""
@@ -120,8 +129,8 @@ class MtpModule(nn.Module):
     ) -> Tensor:
         """What the head reads, [N, depth, D]."""
         if len(self.blocks) > 1:
-            return depth_groups(self.stack, batch, states, roots, depth)
-        final = states.final.to(self.block.fc.weight.dtype)
+            return depth_groups(self.stack, batch, self.read(states.final), roots, depth)
+        final = self.read(states.final).to(self.block.fc.weight.dtype)
         run = Recursion(self.block, self.embed, self.recycle, batch, roots)
         run.first(final)
         for _ in range(1, depth):
@@ -167,9 +176,9 @@ class MtpModule(nn.Module):
     def start(self, ids: Tensor, lengths: Tensor, states: TargetStates) -> MtpState | DepthState:
         """After prefill: the block reads the prompts."""
         if len(self.blocks) > 1:
-            return begin_depths(self.stack, ids, lengths, states.final)
+            return begin_depths(self.stack, ids, lengths, self.read(states.final))
         reader = self.reader(TargetCache(self.block.layer_config))
-        return begin(reader, ids, lengths, states.final)
+        return begin(reader, ids, lengths, self.read(states.final))
 
     @torch.no_grad()
     def propose(self, state: MtpState | DepthState, root: Tensor, plan: Plan) -> Proposal:
@@ -202,9 +211,10 @@ class MtpModule(nn.Module):
         states: TargetStates,
     ) -> MtpState | DepthState:
         """Forget the drafts; what was accepted is read anew from the target's states."""
+        read = TargetStates(self.read(states.final))
         if isinstance(state, DepthState):
-            return commit_depths(state, proposal, verdict, states)
-        return state.after(proposal, verdict, states)
+            return commit_depths(state, proposal, verdict, read)
+        return state.after(proposal, verdict, read)
 
     def select(self, state: MtpState | DepthState, rows: Tensor) -> MtpState | DepthState:
         """These rows of the batch."""

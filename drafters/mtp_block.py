@@ -14,11 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.drafters.mtp_attention import Chain
+from draftsmith.drafters.mtp_families import check_family
 from draftsmith.drafters.mtp_files import checkpoint_folder, find, read_block
 from draftsmith.drafters.mtp_layer import check_layer, one_layer, rotary, start_layer
 from draftsmith.drafters.reach import reaches
 from draftsmith.drafters.target import Target, layer_stack
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MtpConfig
+
+ROUTERS = ("gate", "router", "shared_expert_gate")  # beside `experts`
 
 
 class MtpBlock(nn.Module):
@@ -42,8 +46,10 @@ class MtpBlock(nn.Module):
         self.norm = new_norm(target)
         self.rotate = rotary(target.base, self.layer_config)
         self.cache_argument = target.cache_argument
+        if config.router == "frozen":
+            freeze_router(self.layer, target.name)
         if config.start == "checkpoint":
-            take_over(self, target, depth)
+            take_over(self, target, depth, config)
         else:
             initialise(self, target, copied=config.start == "last_layer")
 
@@ -88,6 +94,39 @@ def new_norm(target: Target) -> Any:
     return norm.requires_grad_()
 
 
+def freeze_router(layer: nn.Module, name: str) -> None:
+    """What chooses the experts stays as it is. Raises UserError for a layer without experts."""
+    routed = [one for one in layer.modules() if "experts" in dict(one.named_children())]
+    routers = [
+        child for one in routed for called, child in one.named_children() if called in ROUTERS
+    ]
+    if not routers:
+        raise UserError(
+            f"drafter.router: the layers of {name} have no router that could be frozen; leave it "
+            "out"
+        )
+    for router in routers:
+        router.requires_grad_(False)
+
+
+def before_norm(norm: nn.Module, size: int, name: str) -> Tensor:
+    """What takes a state that such a norm wrote back to what it read, up to its length: [D]
+    factors. Raises UserError for a norm that does more than scale.
+    """
+    weight = next(norm.parameters())
+    probe = torch.linspace(-1, 2, size, dtype=weight.dtype, device=weight.device)[None]
+    scale = norm(torch.ones_like(probe))[0].float()
+    plain = nn.functional.rms_norm(probe.float(), (size,)) * scale
+    if not torch.allclose(
+        norm(probe).float(), plain, rtol=0.02, atol=0.02 * float(scale.abs().max())
+    ):
+        raise UserError(
+            f"drafter.reads: the last norm of {name} cannot be undone, it is no RMS norm; use "
+            "post_norm"
+        )
+    return scale / (scale**2 + 1e-6)  # a weight of 0 stays one
+
+
 @torch.no_grad()
 def initialise(block: MtpBlock, target: Target, *, copied: bool) -> None:
     """Start values. The last norm is the target's: its head reads what comes out. A copied layer is
@@ -103,9 +142,10 @@ def initialise(block: MtpBlock, target: Target, *, copied: bool) -> None:
 
 
 @torch.no_grad()
-def take_over(block: MtpBlock, target: Target, depth: int) -> None:
+def take_over(block: MtpBlock, target: Target, depth: int, config: MtpConfig) -> None:
     """An MTP layer that lies in the target's own files. Raises UserError."""
     found = find(checkpoint_folder(target.model.config.name_or_path), target.layers, depth)
+    check_family(config, target.config.model_type, found.name)
     expected = block.state_dict()
     for name, value in read_block(found, expected, hidden_first=block.hidden_first).items():
         expected[name].copy_(value)

@@ -54,12 +54,10 @@ class DepthState:
         return DepthState(self.caches, settled, self.tokens[rows], counts, self.hidden[rows])
 
 
-def depth_groups(
-    stack: Stack, batch: Batch, states: TargetStates, roots: Roots, depth: int
-) -> Tensor:
-    """What the head reads, [N, depth, D]."""
+def depth_groups(stack: Stack, batch: Batch, final: Tensor, roots: Roots, depth: int) -> Tensor:
+    """What the head reads, [N, depth, D], from the target's states [B, T, D]."""
     entries = Entries.of(batch, roots)
-    hidden = entries.states(states.final).to(stack.blocks[0].fc.weight.dtype)
+    hidden = entries.states(final).to(stack.blocks[0].fc.weight.dtype)
     found, positions = [], entries.positions(batch)
     for ahead, block in enumerate(stack.blocks[:depth]):
         if len(positions):  # the layers of transformers do not take nothing

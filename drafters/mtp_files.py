@@ -103,6 +103,7 @@ LAYOUTS = {
 class Found:
     """An MTP layer in a checkpoint's files."""
 
+    name: str  # of the layout
     layout: Layout
     prefix: str
     files: dict[str, Path]  # by the tensor's whole name; all tensors of the checkpoint
@@ -128,10 +129,10 @@ def find(folder: Path, layers: int, depth: int = 0) -> Found:
     where there is none.
     """
     files = tensor_files(folder)
-    for layout in LAYOUTS.values():
+    for name, layout in LAYOUTS.items():
         own = (layout.prefix != "mtp." or depth == 0) and layout.first(layers, depth) in files
         if own:
-            return Found(layout, layout.at(layers, depth), files)
+            return Found(name, layout, layout.at(layers, depth), files)
     if depth > 0 and has_layer(folder, layers):
         raise UserError(
             f"drafter.depths: {folder} has {count_layers(folder, layers)} MTP layers; give as many "

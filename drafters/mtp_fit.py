@@ -6,15 +6,15 @@ squares over some training data; the copied layer then does most of what it did.
 and 18,000 tokens slot 1 hits 26 % and slot 2 20 % before the first step.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from draftsmith.drafters.mtp import MtpModule
 from draftsmith.drafters.mtp_block import MtpBlock
 from draftsmith.drafters.slots import Batch, Entries, all_roots
-from draftsmith.drafters.target import Target
 
 SPREAD = 16  # tokens for every column of the projection
 RIDGE = 0.1  # of the mean square of a column
@@ -48,17 +48,15 @@ def wanted(block: MtpBlock) -> int:
 
 
 @torch.no_grad()
-def fit(
-    block: MtpBlock, target: Target, embed: Callable[[Tensor], Tensor], batches: Iterable[Batch]
-) -> None:
-    """Fit the projection of a block with a copied layer, on the target's states of these batches
-    (until it has seen `wanted` tokens).
+def fit(drafter: MtpModule, batches: Iterable[Batch]) -> None:
+    """Fit the projection of the first block, whose layer is a copy, on the target's states of these
+    batches (until it has seen `wanted` tokens).
     """
-    size, seen = target.hidden_size, 0
+    block, size, seen = drafter.block, drafter.target.hidden_size, 0
     new = block.fc.weight.new_zeros
     normal = Normal(new((2 * size, 2 * size)), new((2 * size, size)))
     for batch in batches:
-        inputs, states = pairs(block, target, embed, batch)
+        inputs, states = pairs(drafter, batch)
         normal.add(inputs, states)
         seen += len(inputs)
         if seen >= wanted(block):
@@ -66,15 +64,14 @@ def fit(
     block.fc.weight.copy_(normal.solve())
 
 
-def pairs(
-    block: MtpBlock, target: Target, embed: Callable[[Tensor], Tensor], batch: Batch
-) -> tuple[Tensor, Tensor]:
+def pairs(drafter: MtpModule, batch: Batch) -> tuple[Tensor, Tensor]:
     """What the projection reads [E, 2D] at every token but a document's first, and what the copied
     layer reads there in the target [E, D].
     """
+    block, target = drafter.block, drafter.target
     place, entries = block.place, Entries.of(batch, all_roots(batch))
     states = target.states(batch, (place - 1,) if place else ())
     read = target.embedding[batch.ids] if states.layers is None else states.layers
-    hidden = entries.states(states.final).to(block.fc.weight.dtype)
-    inputs = block.inputs(embed(entries.tokens(batch)), hidden)
+    hidden = entries.states(drafter.read(states.final)).to(block.fc.weight.dtype)
+    inputs = block.inputs(drafter.embed(entries.tokens(batch)), hidden)
     return inputs, read[entries.row, entries.position].to(inputs.dtype)

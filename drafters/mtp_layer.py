@@ -20,11 +20,14 @@ PARTS = {"norm": "last norm", "rotary_emb": "rotary positions"}  # of a decoder,
 
 
 def start_layer(config: Any) -> int:
-    """The last layer of full attention; the last one where types are not told apart."""
+    """The last layer of the type that the config names for MTP layers, else of full attention; the
+    last one where types are not told apart.
+    """
     kinds, layers = layer_types(config), int(config.num_hidden_layers)
-    if kinds is None or FULL not in kinds:
+    named: list[str] = getattr(config, "mtp_layer_types", None) or [FULL]
+    if kinds is None or named[0] not in kinds:
         return layers - 1
-    return max(place for place, kind in enumerate(kinds) if kind == FULL)
+    return max(place for place, kind in enumerate(kinds) if kind == named[0])
 
 
 def one_layer(config: Any, place: int) -> Any:

@@ -345,7 +345,11 @@ class MtpConfig(DrafterBlock):
     # evenly from the target's and those of all earlier slots (Megatron's hidden-state mixing).
     recursion: Literal["teacher", "on_policy", "mixed"] = "teacher"
     order: Literal["embedding_first", "hidden_first"] = "embedding_first"  # into the projection
-    recycles: Literal["post_norm", "pre_norm"] = "post_norm"  # its own state that a slot reads
+    # the state that a slot reads, after the norm before the head or before it: slot 1 the
+    # target's, a later one the layer's own
+    reads: Literal["post_norm", "pre_norm"] = "post_norm"
+    recycles: Literal["post_norm", "pre_norm"] = "post_norm"
+    router: Literal["trained", "frozen"] = "trained"  # of a layer with experts
     position_shift: Literal[0, -1] = (
         0  # of a slot's rotary position from that of the token it reads
     )

@@ -16,7 +16,7 @@ def fit_start(t: Training) -> None:
     if t.step > 0 or not isinstance(t.drafter, MtpModule) or t.drafter.config.start != "last_layer":
         return
     began = time.perf_counter()
-    fit(t.drafter.block, t.target, t.drafter.embed, first_rows(t))
+    fit(t.drafter, first_rows(t))
     weight = t.drafter.block.fc.weight
     weight.data.copy_(broadcast(weight.data))
     for further in list(t.drafter.blocks)[1:]:  # each starts as the first one, applied again

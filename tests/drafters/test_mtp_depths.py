@@ -36,6 +36,7 @@ KNOBS = {
     "plain": {},
     "hidden first": {"order": "hidden_first"},
     "pre-norm": {"recycles": "pre_norm"},
+    "reads pre-norm": {"reads": "pre_norm"},
     "shifted": {"position_shift": -1},
 }
 
@@ -46,7 +47,7 @@ def untied(target, slots=3, **knobs):
 
 def plain_slots(drafter, ids, final, root, count):
     """Slots of one root of a document alone: every depth over all roots up to it."""
-    hidden, found = final[:root], []
+    hidden, found = drafter.read(final[:root]), []
     for ahead, block in enumerate(copy.deepcopy(drafter.blocks)[:count]):
         block.layer_config._attn_implementation = "eager"
         block.layer.self_attn.config._attn_implementation = "eager"

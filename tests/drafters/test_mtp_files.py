@@ -8,7 +8,10 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    ExaoneMoeConfig,
     Glm4MoeConfig,
+    MellumConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
 )
 from transformers.modeling_layers import MtpModel
@@ -50,7 +53,39 @@ CONFIGS |= {
         v_head_dim=12,
     ),
 }
+CONFIGS |= {
+    "qwen3.5_moe": lambda: Qwen3_5MoeTextConfig(
+        **SMALL,
+        **LINEAR,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        layer_types=every_other("linear_attention"),
+    ),
+    "exaone_moe": lambda: ExaoneMoeConfig(
+        **SMALL,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=5,
+        layer_types=every_other("sliding_attention"),
+    ),
+    "mellum": lambda: MellumConfig(
+        **SMALL,
+        head_dim=8,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=5,
+        layer_types=every_other("sliding_attention"),
+    ),
+}
 CASES = [
+    ("qwen3.5_moe", "mtp"),
+    ("exaone_moe", "mtp"),
+    ("mellum", "mtp"),
     ("qwen3.5", "mtp"),
     ("qwen3", "mtp"),
     ("qwen3", "next layer"),
@@ -59,6 +94,7 @@ CASES = [
     ("glm4_moe", "next layer"),
     ("deepseek", "next layer"),
 ]
+KINDS = {"mellum": "sliding_attention"}  # of MTP layers; elsewhere full attention
 PATTERNS = {"mtp": r"^mtp\.", "next layer": r"model\.layers\.4\..*"}
 
 
@@ -84,6 +120,8 @@ def checkpoint(folder, family, layout, *, sharded=False, drop=(), more=None):
     """A tiny checkpoint with a random MTP layer, and that layer's block."""
     torch.manual_seed(0)
     config = CONFIGS[family]()
+    if family in KINDS:
+        config.mtp_layer_types = [KINDS[family]]
     model = AutoModelForCausalLM.from_config(config)
     block = mtp(Target.from_model(model, None, name="x"), seed=3, noise=0.1, start="random").block
     model.requires_grad_(True)
@@ -132,7 +170,10 @@ def test_its_states_are_those_of_transformers(tmp_path, family, layout):
     checkpoint(tmp_path / "x", family, layout)
     target = load(tmp_path / "x")
     drafter, model = healed(target), target.model
-    model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
+    model.config.num_mtp_layers = 1
+    model.config.mtp_layer_types = [KINDS.get(family, "full_attention")]
+    if hasattr(model.config, "mlp_layer_types"):
+        model.config.mtp_mlp_layer_types = ["sparse"]
     model._keys_to_ignore_on_load_unexpected = [PATTERNS[layout]]
     reference = MtpModel.from_pretrained(model).eval()
     batch = packed()

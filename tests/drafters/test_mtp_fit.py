@@ -38,8 +38,8 @@ def test_a_copied_layer_then_reads_what_the_target_s_does(layers, order):
     target = tiny_target(40, layers=layers)
     drafter = methods.build(MtpConfig(kind="mtp", order=order), target, None)
     block, held_out = drafter.block, documents(4, 40, seed=9)
-    fit(block, target, drafter.embed, [documents(16, 40, seed=seed) for seed in range(3)])
-    inputs, states = pairs(block, target, drafter.embed, held_out)
+    fit(drafter, [documents(16, 40, seed=seed) for seed in range(3)])
+    inputs, states = pairs(drafter, held_out)
     assert len(inputs) == 4 * 23  # no document's first token
     alike = torch.nn.functional.cosine_similarity(block.fc(inputs), states, dim=-1)
     assert float(alike.detach().median()) > {1: 0.9, 2: 0.25}[layers]
@@ -54,5 +54,5 @@ def test_it_stops_when_it_has_seen_enough(monkeypatch):
     monkeypatch.setattr(mtp_fit, "SPREAD", 1)  # 64 tokens
     seen = []
     batches = (seen.append(seed) or documents(2, 40, seed=seed) for seed in range(9))
-    fit(drafter.block, target, drafter.embed, batches)
+    fit(drafter, batches)
     assert seen == [0, 1]
