@@ -124,7 +124,8 @@ def before_norm(norm: nn.Module, size: int, name: str) -> Tensor:
             f"drafter.reads: the last norm of {name} cannot be undone, it is no RMS norm; use "
             "post_norm"
         )
-    return scale / (scale**2 + 1e-6)  # a weight of 0 stays one
+    undone: Tensor = scale / (scale**2 + 1e-6)  # a weight of 0 stays one
+    return undone
 
 
 @torch.no_grad()
