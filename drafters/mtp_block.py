@@ -34,7 +34,7 @@ class MtpBlock(nn.Module):
         self.hidden_first = config.order == "hidden_first"
         self.shift = config.position_shift
         stack = layer_stack(target.base, target.layers)
-        check_layer(target.base, target.config, stack, target.name)
+        check_layer(target.base, target.config, stack, target.name, target.layer_state)
         self.place = start_layer(target.config)
         self.layer_config = one_layer(target.config, self.place)
         self.reach = next(iter(reaches(self.layer_config).values()))
@@ -136,7 +136,7 @@ def initialise(block: MtpBlock, target: Target, *, copied: bool) -> None:
     block.norm.load_state_dict(target.base.norm.state_dict())
     deviation = float(target.config.initializer_range)
     if copied:
-        block.layer.load_state_dict(target.decoder_layers()[block.place].state_dict())
+        block.layer.load_state_dict(target.layer_state(block.place))
     for value in [block.fc.weight, *(() if copied else block.layer.parameters())]:
         if value.ndim > 1:
             value.normal_(std=deviation)

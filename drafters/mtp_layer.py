@@ -3,7 +3,7 @@ needed to tell.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +14,8 @@ from draftsmith.drafters.mtp_attention import OURS, register
 from draftsmith.drafters.reach import layer_types, reaches
 from draftsmith.drafters.shallow import shallow_config
 from draftsmith.recipes.errors import UserError
+
+State = Callable[[int], Mapping[str, Tensor]]
 
 FULL = "full_attention"
 PARTS = {"norm": "last norm", "rotary_emb": "rotary positions"}  # of a decoder, by name
@@ -50,11 +52,13 @@ def rotary(base: Any, config: Any) -> Callable[[Tensor, Tensor], Any]:
     return lambda states, positions: module(states, positions, kind)
 
 
-def check_layer(base: Any, config: Any, stack: nn.ModuleList | None, name: str) -> None:
+def check_layer(
+    base: Any, config: Any, stack: nn.ModuleList | None, name: str, state_of: State | None = None
+) -> None:
     """UserError unless a block can be made of a layer of this decoder (which may be on the meta
-    device).
+    device). state_of: a layer's plain tensors; None: they are as they stand in the stack.
     """
-    reason = refusal(base, config, stack)
+    reason = refusal(base, config, stack, state_of)
     if reason is not None:
         raise UserError(
             f"drafter.kind: no mtp block can be made of the layers of {name}: {reason}; take "
@@ -62,7 +66,9 @@ def check_layer(base: Any, config: Any, stack: nn.ModuleList | None, name: str) 
         )
 
 
-def refusal(base: Any, config: Any, stack: nn.ModuleList | None) -> str | None:
+def refusal(
+    base: Any, config: Any, stack: nn.ModuleList | None, state_of: State | None
+) -> str | None:
     """Why not, if not."""
     if stack is None:
         return "they are no stack"
@@ -75,7 +81,8 @@ def refusal(base: Any, config: Any, stack: nn.ModuleList | None) -> str | None:
         return "they have no attention"
     with torch.device("meta"):
         layer = type(stack[place])(own, 0)
-    theirs = {key: value.shape for key, value in stack[place].state_dict().items()}
+    state = stack[place].state_dict() if state_of is None else state_of(place)
+    theirs = {key: value.shape for key, value in state.items()}
     if {key: value.shape for key, value in layer.state_dict().items()} != theirs:
         return "a first layer has other weights than a last one"
     return why_unreached(base, own, layer)

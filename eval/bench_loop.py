@@ -36,7 +36,6 @@ from draftsmith.eval.summary import (
 )
 from draftsmith.recipes.entry import Parser, guard
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files import user_path
 from draftsmith.recipes.load import load_recipe
 from draftsmith.recipes.schema import DraftModelConfig, Recipe
 
@@ -64,7 +63,7 @@ def open_drafter(options: argparse.Namespace) -> tuple[Recipe, Target, Drafter]:
         target = Target.load(recipe.target)
         config = DraftModelConfig(kind="draft_model", layers=2)
         return recipe, target, build(config, target, None).to(target.dtype).eval()
-    folder = drafter_folder(user_path(options.drafter))
+    folder = drafter_folder(options.drafter)
     recipe = stored_recipe(read_metadata(folder), folder, overrides)
     target = Target.load(recipe.target)
     return recipe, target, load_drafter(folder, target)

@@ -14,6 +14,8 @@ from draftsmith.drafters.checkpoint import (
     load_drafter,
     read_metadata,
 )
+from draftsmith.drafters.hub import fetch
+from draftsmith.drafters.hub_name import hub_name
 from draftsmith.drafters.methods import CONFIGS, Drafter, Untrained, build
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree
@@ -63,8 +65,11 @@ class Entry:
     calibration: Calibration | None
 
 
-def drafter_folder(path: Path) -> Path:
-    """A drafter's folder, given that or its run's."""
+def drafter_folder(name: str) -> Path:
+    """A drafter's folder, given that, its run's, or a name on the Hub. Raises UserError."""
+    path, remote = user_path(name), hub_name(name)
+    if remote is not None:
+        return fetch(remote)
     inner = path / "drafter"
     return inner if not (path / META).is_file() and inner.is_dir() else path
 
@@ -78,12 +83,12 @@ def find_entry(name: str) -> Entry:
     """One drafter. Raises UserError."""
     if name in CONFIGS and not user_path(name).is_dir():
         return Entry(untrained_config(name), None, None, None)
-    folder = drafter_folder(user_path(name))
+    folder = drafter_folder(name)
     if not folder.is_dir():
         makeable = ", ".join(kind for kind in CONFIGS if needs(kind) is None)
         raise UserError(
-            f"eval.drafters: no folder {name}; give the folder of a drafter or of its run, or a "
-            f"kind that needs none ({makeable})"
+            f"eval.drafters: no folder {name}; give the folder of a drafter or of its run, its "
+            f"name on the Hub (org/name), or a kind that needs none ({makeable})"
         )
     meta = read_metadata(folder)
     return Entry(drafter_config(meta), folder, meta, stored_calibration(meta, folder))

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import user_path, write_text
 from draftsmith.recipes.schema import Recipe
@@ -22,6 +24,7 @@ COSMETIC = (
     "train.save_every",
     "train.keep_checkpoints",
     "train.trackers",
+    "train.patience",
 )
 # and these only the order in which numbers are added up: a run may go on with others.
 ROUNDING = ("train.rows_per_micro_batch", "train.chunk", "train.feature_cache", "target.device")
@@ -37,8 +40,18 @@ TRANSPORT = (
 )
 # what says nothing unless servers are asked.
 SERVED = ("data.distil.backend", "data.distil.server.model", "data.distil.server.api")
-# Runs that are older than these knobs say nothing of them; their prompts are told by the manifest.
-YOUNG = ("data.turns", "data.overlap_words", "data.near_duplicates")
+# What each choice of a knob makes use of: with another choice these say nothing.
+USED_WITH = {
+    "objective.weights": {
+        "geometric": ("objective.decay",),
+        "exponential": ("objective.gamma",),
+        "list": ("objective.slot_weights",),
+        "dpace": ("objective.dpace_alpha",),
+    },
+    "objective.loss": {"kl": ("objective.temperature",), "lk": ("objective.lk_eta",)},
+    "optim.schedule": {"wsd": ("optim.wsd_decay",)},
+}
+WEIGHTS = "objective.weights"  # end-to-end TV has its own
 
 # The prompts of the report, which only it reads; and the data stage, to keep self-written prompts
 # apart from them.
@@ -89,7 +102,8 @@ STAGES = (DATA, TRAIN, EVAL)
 def settings(recipe: Recipe, stage: Stage) -> dict[str, Any]:
     """What the stage's outputs depend on, as dotted key -> value."""
     knobs = flat(recipe.model_dump(mode="json"))
-    mine = {key: value for key, value in knobs.items() if depends(recipe, stage, key)}
+    idle = idle_knobs(knobs)
+    mine = {key: knobs[key] for key in knobs if key not in idle and depends(recipe, stage, key)}
     for key in ("data.prompts", "data.eval_prompts"):
         if key in mine and (path := user_path(str(mine[key]))).is_file():
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -108,6 +122,26 @@ def depends(recipe: Recipe, stage: Stage, key: str) -> bool:
         return False
     named = any(key == part or key.startswith(f"{part}.") for part in stage.keys)
     return named and key not in (*COSMETIC, *ROUNDING, *TRANSPORT, *stage.but)
+
+
+def idle_knobs(knobs: dict[str, Any]) -> set[str]:
+    """Dotted keys that say nothing beside the other knobs."""
+    weighted = knobs["objective.loss"] != "e2e_tv"
+    idle = set() if weighted else {WEIGHTS}
+    for knob, choices in USED_WITH.items():
+        chosen = knobs[knob] if weighted or knob != WEIGHTS else None
+        idle.update(*(keys for choice, keys in choices.items() if choice != chosen))
+    return idle
+
+
+def default_of(recipe: Recipe, key: str) -> Any:
+    """What a dotted key says where it is not given."""
+    *blocks, name = key.split(".")
+    holder: Any = recipe
+    for block in blocks:
+        holder = getattr(holder, block)
+    default = type(holder).model_fields[name].get_default(call_default_factory=True)
+    return to_jsonable_python(default)
 
 
 def flat(block: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -140,19 +174,36 @@ def is_finished(recipe: Recipe, run: Path, stage: Stage) -> bool:
             f"{here[0]} holds files that no run of draftsmith marked as its own; "
             "give the recipe another name (name=...) or move them away"
         )
-    then = {
-        key: value
-        for key, value in known["settings"].items()
-        if key.removeprefix("contents of ") not in stage.but  # older markers may name these
-    }
-    now = {k: v for k, v in settings(recipe, stage).items() if k in then or k not in YOUNG}
-    differences = compare(then, now)
+    differences = compare(*comparable(recipe, stage, known["settings"]))
     if differences:
         raise UserError(
             f"{here[0]} was made with other settings ({'; '.join(differences)}); "
             f"give the recipe another name (name=...) or delete {' and '.join(map(str, here))}"
         )
     return known["state"] == "finished" and (run / stage.result).exists()
+
+
+def comparable(
+    recipe: Recipe, stage: Stage, then: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings of a marker, and those of now, without what makes no difference.
+
+    Markers of older versions name knobs that say nothing, and lack knobs that came later: a new
+    knob's default does what was done before there was one.
+    """
+    now = settings(recipe, stage)
+    idle = idle_knobs(flat(recipe.model_dump(mode="json")))
+    known = {
+        key: value
+        for key, value in then.items()
+        if key not in idle and key.removeprefix("contents of ") not in stage.but
+    }
+    young = {
+        key
+        for key in now.keys() - known.keys()
+        if not key.startswith("contents of ") and now[key] == default_of(recipe, key)
+    }
+    return known, {key: value for key, value in now.items() if key not in young}
 
 
 def run_stage(

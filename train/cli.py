@@ -1,7 +1,8 @@
 """The command line: `draftsmith run|data|train|eval RECIPE [KEY=VALUE ...] [--dry-run]`,
-`draftsmith tune RUN`, `draftsmith stitch RUN OUT`, and `draftsmith data stats|inspect|merge`.
+`draftsmith tune RUN`, `draftsmith export|push|stitch DRAFTER ...`, and `draftsmith data
+stats|inspect|merge`.
 
-`eval` also takes the folders of drafters, or of their runs: `draftsmith eval FOLDER [FOLDER ...]`.
+`eval` also takes drafters: their folders, those of their runs, or names on the Hub.
 """
 
 import json
@@ -12,18 +13,21 @@ from pathlib import Path
 
 from draftsmith.data.runner import Program, Work, distil, run_recipe
 from draftsmith.data.tools import TOOLS
-from draftsmith.recipes.entry import Arguments, Parser, guard, open_run
+from draftsmith.drafters.hub_name import hub_name
+from draftsmith.recipes.entry import Arguments, guard, open_run
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import user_path
 from draftsmith.recipes.load import shipped_recipes
 from draftsmith.recipes.schema import Recipe
+from draftsmith.train.tools import TOOLS as LEAVING
 
 COMMANDS = {
     "run": "all stages; what is finished is skipped",
     "data": "let the target answer the prompts; see also data stats, inspect, merge --help",
     "train": "train the drafter on the answers",
-    "eval": "decode, measure, report; takes a recipe, or folders of drafters",
+    "eval": "decode, measure, report; takes a recipe, folders of drafters, or org/name",
     "tune": "choose the chain or tree that decodes fastest here; takes a run's folder",
+    "export": "write a drafter's files for another engine; see export --help",
     "stitch": "put trained MTP layers into a copy of their target's checkpoint",
 }
 
@@ -38,8 +42,8 @@ def command(argv: Sequence[str]) -> None:
     """Do what the command line says."""
     if argv[:1] == ["data"] and argv[1:2] and argv[1] in TOOLS:
         return TOOLS[argv[1]](argv[2:])
-    if argv[:1] == ["stitch"]:
-        return stitch_folder(argv[1:])
+    if argv[:1] and argv[0] in LEAVING:
+        return LEAVING[argv[0]](argv[1:])
     program = Program("draftsmith", COMMANDS, WORK)
     arguments = program.parse(argv)
     if arguments.command == "tune":
@@ -47,7 +51,7 @@ def command(argv: Sequence[str]) -> None:
     more: list[str] = []
     if arguments.command == "eval":
         arguments, more = with_drafters(arguments)
-    if arguments.command == "eval" and user_path(arguments.recipe).is_dir():
+    if arguments.command == "eval" and is_drafter(arguments.recipe):
         evaluate_folder(arguments, argv, compared=bool(more))
     else:
         run_recipe(program, arguments, argv)
@@ -62,10 +66,16 @@ def with_drafters(arguments: Arguments) -> tuple[Arguments, list[str]]:
     if not words:
         return arguments, words
     first, *more = [arguments.recipe, *words]
-    if not user_path(first).exists() and first not in shipped_recipes():  # a kind, no conditions
+    there = user_path(first).exists() or is_drafter(first)
+    if not there and first not in shipped_recipes():  # a kind, no conditions
         first, more = more[0], [first, *more[1:]]
     listed = f"eval.drafters={json.dumps(more)}"
     return replace(arguments, recipe=first, overrides=(*knobs, listed)), more
+
+
+def is_drafter(word: str) -> bool:
+    """Whether a word names a drafter, here or on the Hub, and not a recipe."""
+    return user_path(word).is_dir() or hub_name(word) is not None
 
 
 def train_drafter(recipe: Recipe, run: Path) -> None:
@@ -92,7 +102,8 @@ WORK: dict[str, Work] = {"data": distil, "train": train_drafter, "eval": measure
 
 def evaluate_folder(arguments: Arguments, argv: Sequence[str], *, compared: bool) -> None:
     """Measure a drafter from its folder alone, or a run's; overrides change the recipe that it
-    carries. compared: with other drafters, which gives the report a run's folder of its own.
+    carries. compared: with other drafters, which gives the report a run's folder of its own, as a
+    drafter from the Hub has.
     """
     if arguments.dry_run:
         raise UserError("--dry-run plans a recipe; a drafter's folder has nothing left to plan")
@@ -100,10 +111,11 @@ def evaluate_folder(arguments: Arguments, argv: Sequence[str], *, compared: bool
     from draftsmith.eval.stage import evaluate_checkpoint, stored_recipe
     from draftsmith.eval.subjects import drafter_folder
 
-    folder = drafter_folder(user_path(arguments.recipe))
-    named = ("name=compare",) if compared else ()
+    folder, remote = drafter_folder(arguments.recipe), hub_name(arguments.recipe)
+    named = [f"name={remote.short}"] if remote else []
+    named = ["name=compare"] if compared else named
     recipe = stored_recipe(read_metadata(folder), folder, (*named, *arguments.overrides))
-    if not compared:
+    if not compared and remote is None:  # the Hub's cache is not written to
         evaluate_checkpoint(folder, recipe, folder / "report")
         return
     with open_run(recipe, ["draftsmith", *argv]) as run:
@@ -120,25 +132,8 @@ def tune_folder(arguments: Arguments) -> None:
     from draftsmith.eval.subjects import drafter_folder
     from draftsmith.eval.tuning import tune
 
-    folder = drafter_folder(path)
+    folder = drafter_folder(arguments.recipe)
     tune(folder, stored_recipe(read_metadata(folder), folder, arguments.overrides))
-
-
-def stitch_folder(words: Sequence[str]) -> None:
-    """`stitch FOLDER OUT [--target TARGET] [--link]`"""
-    parser = Parser(prog="draftsmith stitch", description=COMMANDS["stitch"])
-    parser.add_argument("folder", metavar="FOLDER", help="of a trained mtp drafter, or of its run")
-    parser.add_argument("out", metavar="OUT", help="folder to be made")
-    parser.add_argument("--target", help="the checkpoint, where it has moved: a folder or Hub id")
-    parser.add_argument("--link", action="store_true", help="link the files that stay as they are")
-    given = parser.parse_args(list(words))
-    from draftsmith.drafters.mtp_publish import publish
-    from draftsmith.eval.subjects import drafter_folder
-
-    out = user_path(given.out)
-    folder = drafter_folder(user_path(given.folder))
-    source = publish(folder, out, target=given.target, link=given.link)
-    print(f"{out}: {source} with the MTP layers of {folder}")
 
 
 if __name__ == "__main__":

@@ -178,6 +178,59 @@ def test_a_marker_that_names_more_than_it_must_still_counts(tmp_path: Path) -> N
     assert is_finished(recipe(), tmp_path, TRAIN)
 
 
+@pytest.mark.parametrize(
+    ("block", "idle"),
+    [
+        ({"weights": "geometric"}, {"gamma": 9.0, "dpace_alpha": 0.1, "lk_eta": 1.0}),
+        ({"weights": "exponential"}, {"decay": 0.1, "temperature": 2.0}),
+        ({"weights": "dpace"}, {"decay": 0.1, "gamma": 9.0}),
+        ({"loss": "e2e_tv"}, {"decay": 0.1, "weights": "exponential", "gamma": 9.0}),
+        ({"loss": "kl"}, {"lk_eta": 1.0}),
+    ],
+)
+def test_knobs_that_the_others_leave_unused_are_no_settings(
+    tmp_path: Path, block: dict[str, Any], idle: dict[str, Any]
+) -> None:
+    run_stage(recipe(objective=block), tmp_path, TRAIN, lambda: work(tmp_path, TRAIN))
+    assert is_finished(recipe(objective=block | idle), tmp_path, TRAIN)
+
+
+@pytest.mark.parametrize(
+    ("block", "used"),
+    [
+        ({}, {"decay": 0.1}),
+        ({"weights": "exponential"}, {"gamma": 9.0}),
+        ({"weights": "dpace"}, {"dpace_alpha": 0.1}),
+        ({"loss": "kl"}, {"temperature": 2.0}),
+        ({"loss": "lk"}, {"lk_eta": 1.0}),
+    ],
+)
+def test_knobs_in_use_are_settings(
+    tmp_path: Path, block: dict[str, Any], used: dict[str, Any]
+) -> None:
+    run_stage(recipe(objective=block), tmp_path, TRAIN, lambda: work(tmp_path, TRAIN))
+    with pytest.raises(UserError, match="was made with other settings"):
+        is_finished(recipe(objective=block | used), tmp_path, TRAIN)
+
+
+@pytest.mark.parametrize("key", ["data.answers", "drafter.reads_root", "optim.betas"])
+def test_a_knob_that_came_later_did_nothing_before(tmp_path: Path, key: str) -> None:
+    """Its default is what was done before there was one; anything else is another setting."""
+    run_stage(recipe(), tmp_path, TRAIN, lambda: work(tmp_path, TRAIN))
+    known = json.loads(marker(tmp_path, TRAIN).read_text())
+    del known["settings"][key]
+    marker(tmp_path, TRAIN).write_text(json.dumps(known))
+    assert is_finished(recipe(), tmp_path, TRAIN)
+    block, name = key.split(".")
+    others: dict[str, Any] = {
+        "answers": {"answers": 2, "distil": {"temperature": 1.0}},
+        "reads_root": {"kind": "medusa", "reads_root": True},
+        "betas": {"betas": [0.8, 0.9]},
+    }
+    with pytest.raises(UserError, match=key):
+        is_finished(recipe(**{block: others[name]}), tmp_path, TRAIN)
+
+
 def test_files_of_somebody_else_are_left_alone(tmp_path: Path) -> None:
     work(tmp_path, DATA)
     with pytest.raises(UserError, match="holds files that no run of draftsmith marked"):
