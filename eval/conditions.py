@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from draftsmith.drafters.quantised import NONE
 from draftsmith.drafters.target import Target
 from draftsmith.eval.arms import GRAPHS
 from draftsmith.eval.bench import BenchPrompt
@@ -61,8 +62,13 @@ def notes(
     dropped: Mapping[str, int],
 ) -> list[str]:
     """What a reader must know before quoting a figure."""
-    origin = target.fingerprint["origin"]
+    origin, kept = target.fingerprint["origin"], target.fingerprint["quantisation"]
     found = [f"The target's weights: {origin}."]
+    if kept != NONE:
+        found.append(
+            f"The target's linear layers are in {kept}, its embedding, norms and head in "
+            f"{target.fingerprint['dtype']}: figures are of this target."
+        )
     if origin.startswith("de-quantised"):
         found.append("De-quantised weights are not the published ones: figures are of this target.")
     for subject in subjects:

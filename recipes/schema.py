@@ -39,6 +39,8 @@ class TargetConfig(Block):
     model: Text  # built-in name (`smollm2-135m`), local folder, or Hub id
     revision: str | None = None
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    # quantise the layers while loading, by bitsandbytes; embedding, norms and head stay in `dtype`
+    load_in: Literal["nf4", "int8"] | None = None
     device: str = "auto"  # auto: cuda where there is one, else cpu
     trust_remote_code: bool = False
 
