@@ -604,12 +604,29 @@ def describe(config: TargetConfig) -> TargetShape:
         return shape_of(loaded, tokenizer.chat_template, trust_remote_code=trust)
 
 
+def skeleton(config: TargetConfig) -> Any:
+    """A target's model without its weights, on the meta device."""
+    if config.model in BUILTINS:
+        return bare_model(builtin_config(config.model))
+    trust = config.trust_remote_code
+    with hub_errors(config.model):
+        loaded = AutoConfig.from_pretrained(
+            locate(config), revision=config.revision, trust_remote_code=trust
+        )
+    return bare_model(loaded, trust_remote_code=trust)
+
+
+def bare_model(config: Any, *, trust_remote_code: bool = False) -> Any:
+    """A model on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
 def shape_of(config: Any, template: Any, *, trust_remote_code: bool = False) -> TargetShape:
     """Count parameters on the meta device, quantised or not."""
     quantisation, config = quantisation_of(config), copy.deepcopy(config)
     vars(config).pop("quantization_config", None)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    model = bare_model(config, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
     values = text.to_dict()
     heads = values.get("num_key_value_heads") or text.num_attention_heads
