@@ -140,13 +140,12 @@ class _Part:
     def from_far(self, one: Tensor) -> Tensor:
         """[Hkv, R * G * B, x] -> [Hkv, R, G, B, x]."""
         blocks, size, _, ratio = self.lead
-        laid: Tensor = one.unflatten(1, (ratio, blocks, size))  # type: ignore[no-untyped-call]
-        return laid
+        return one.view(len(one), ratio, blocks, size, -1)
 
     def from_near(self, one: Tensor) -> Tensor:
         """[G * Hkv, R * B, x] -> [G, Hkv, R, B, x]."""
         blocks, size, shared, ratio = self.lead
-        return one.unflatten(1, (ratio, size)).unflatten(0, (blocks, shared))
+        return one.view(blocks, shared, ratio, size, -1)
 
     def to_far(self, one: Tensor) -> Tensor:
         """[G, Hkv, R, B, ..] -> [Hkv, R, G, B, ..]."""

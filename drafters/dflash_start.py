@@ -125,7 +125,8 @@ def place_direction(features: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
     given = torch.cat([features, tokens, mask.expand(len(features), -1)])
     wanted = torch.cat([torch.ones(len(features)), -torch.ones(len(given) - len(features))])
     square = given.T @ given + RIDGE * torch.eye(given.shape[1])
-    return torch.linalg.solve(square, given.T @ wanted)
+    found: Tensor = torch.linalg.solve(square, given.T @ wanted)
+    return found
 
 
 def principal(features: Tensor, count: int) -> Tensor:
@@ -133,7 +134,8 @@ def principal(features: Tensor, count: int) -> Tensor:
     size = features.shape[1]
     if count >= size:
         return torch.eye(count, size)
-    return torch.linalg.eigh(features.T @ features).eigenvectors[:, -count:].T
+    vectors: Tensor = torch.linalg.eigh(features.T @ features).eigenvectors
+    return vectors[:, -count:].T
 
 
 def copy_layer(layer: nn.Module, source: dict[str, Tensor], name: str) -> None:

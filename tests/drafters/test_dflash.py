@@ -13,6 +13,7 @@ from draftsmith.drafters.dflash import DFlash, spread_taps
 from draftsmith.drafters.dflash_mask import propose_mask_token
 from draftsmith.drafters.proposal import Plan, Verdict
 from draftsmith.drafters.sampler import Sampling, standardise
+from draftsmith.drafters.shallow import spread
 from draftsmith.drafters.slots import Batch, Roots, TargetStates, all_roots
 from draftsmith.drafters.tree import Tree, chain
 from draftsmith.eval import decode as loop
@@ -309,16 +310,35 @@ def test_taps_that_do_not_fit_are_refused(layers, count):
         spread_taps(layers, count)
 
 
-def test_a_start_from_the_target_copies_evenly_spread_layers():
-    target = small_target()
-    drafter = make(target, noise=0.0)
-    for layer, at in zip(drafter.layers, (0, 3), strict=True):
+@pytest.mark.parametrize(("layers", "kv_heads"), [(1, 4), (2, 4), (3, 4), (2, None)])
+def test_a_start_from_the_target_says_what_the_target_says_before_the_root(layers, kv_heads):
+    """Its own layers and norm, but for the attention of the last layer, at the place before."""
+    target = small_target(20)
+    knobs = {"layers": layers, "kv_heads": kv_heads, "taps": (0, 2), "block": 3}
+    drafter, batch = make(target, noise=0.0, **knobs), packed(*texts(8, 10, 20), prompt=1)
+    states, roots = target.states(batch, drafter.taps), all_roots(batch)
+    slots = slot_states(drafter, batch, states, roots)
+    tap = states.layers[roots.row, roots.position - 1, 32:]
+    last = target.base.layers[-1]
+    want = target.base.norm(tap + last.mlp(last.post_attention_layernorm(tap)))
+    alike = torch.cosine_similarity(slots[:, 0], want, dim=-1)
+    assert alike.mean() > (0.9 if kv_heads else 0.5)
+    for layer, at in zip(drafter.layers, spread(4, layers), strict=True):
         source = target.base.layers[at]
-        assert torch.equal(layer.self_attn.k_proj.weight, source.self_attn.k_proj.weight)
-        assert torch.equal(layer.mlp.down_proj.weight, source.mlp.down_proj.weight)
-        assert torch.equal(layer.self_attn.q_norm.weight, torch.ones(8))
-    mixed = drafter.fc(torch.cat([torch.ones(32), 3 * torch.ones(32)]))
-    torch.testing.assert_close(mixed, 2 * torch.ones(32))
+        assert torch.equal(layer.mlp.up_proj.weight, source.mlp.up_proj.weight)
+    assert torch.equal(drafter.layers[-1].mlp.down_proj.weight, last.mlp.down_proj.weight)
+
+
+def test_a_start_that_the_targets_layers_do_not_fit_is_refused():
+    target = small_target(20)
+    with pytest.raises(UserError, match=r"drafter\.start.*mlp\.gate_proj"):
+        make(target, intermediate=32)
+
+
+@pytest.mark.parametrize("knobs", [{"kv_heads": 3}, {"heads": 2, "kv_heads": 4}, {"head_dim": 7}])
+def test_measures_that_do_not_fit_each_other_are_refused(knobs):
+    with pytest.raises(UserError, match=r"drafter\.(kv_heads|head_dim)"):
+        make(small_target(20), start="random", **knobs)
 
 
 def test_frozen_parts_are_the_targets_own_and_not_trained():
