@@ -79,6 +79,8 @@ class DFlash(nn.Module):
         self.shape = own_geometry(config, geometry_of(target.config))
         self.target_layers = target.layers
         self.adjust, self.rotary = target.adjust, Rotary(self.shape)
+        self.embedding_scale = target.embedding_scale
+        self.scalars = scalars_of(target)
         hidden = self.shape.hidden
         self.fc = nn.Linear(len(self.taps) * hidden, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, self.shape.eps)
@@ -123,6 +125,7 @@ class DFlash(nn.Module):
         ids = roots.new_full((len(roots), self.block_size), self.mask_token_id)
         ids[:, 0] = roots
         x = nn.functional.embedding(ids, self.embedding).to(self.fc.weight.dtype)
+        x = x * self.embedding_scale if self.embedding_scale != 1.0 else x
         rope: Rope = self.rotary(positions[:, None] + torch.arange(ids.shape[1], device=ids.device))
         for number, layer in enumerate(self.draft_layers):
             # Nobody reads what the last layer makes of the root.
@@ -297,18 +300,31 @@ class DFlash(nn.Module):
         config = native_config(
             self.shape,
             layers=len(self.layers),
-            block_size=self.config.block_size,
+            block_size=self.block_size,
             taps=self.taps,
             mask_token_id=self.mask_token_id,
             vocab_size=self.embedding.shape[0],
             target_layers=self.target_layers,
             dtype=str(self.rows.dtype).removeprefix("torch."),
         )
+        config["dflash_config"] |= self.scalars
         check_config(config)
         return config
 
     def native_extras(self, folder: Path) -> None:
         """None."""
+
+
+def scalars_of(target: Target) -> dict[str, float]:
+    """What a target does to embeddings and logits, under z-lab's names; nothing where it does
+    nothing.
+    """
+    found = {
+        "input_embedding_scale": (target.embedding_scale, 1.0),
+        "output_multiplier": (target.logit_scale, 1.0),
+        "final_logit_softcapping": (target.logit_cap, None),
+    }
+    return {name: value for name, (value, plain) in found.items() if value not in (plain, None)}
 
 
 def spread_taps(layers: int, count: int) -> tuple[int, ...]:

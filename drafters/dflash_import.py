@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from draftsmith.drafters.dflash import DFlash
+from draftsmith.drafters.dflash import DFlash, scalars_of
 from draftsmith.drafters.dflash_speculators import native_view, split_tensors
 from draftsmith.drafters.geometry import Geometry, geometry_of, rope_of
 from draftsmith.drafters.target import Target
@@ -17,6 +17,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DFlashConfig
 
 SAME = {"hidden_size": "hidden", "rms_norm_eps": "eps"}  # as the target's, by a config's names
+SCALARS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 OWN = {  # knobs, by a config's names
     "num_attention_heads": "heads",
     "num_key_value_heads": "kv_heads",
@@ -37,6 +38,7 @@ def import_dflash(folder: Path, target: Target) -> DFlash:
             config = native_view(config)
         knobs = read_config(config, geometry_of(target.config))
         knobs = knobs.model_copy(update={"draft_vocab": None if ids is None else len(ids)})
+        check_scalars(config, target)
         made = DFlash(knobs, target, ids)
         made.load_native(tensors)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -44,6 +46,16 @@ def import_dflash(folder: Path, target: Target) -> DFlash:
             f"{folder}: no block drafter for {target.name} ({reason(error)})"
         ) from error
     return made.to(target.device)
+
+
+def check_scalars(config: Mapping[str, Any], target: Target) -> None:
+    """Raises ValueError where it was trained on otherwise scaled embeddings or logits."""
+    wanted, own = scalars_of(target), config.get("dflash_config", {})
+    for name in SCALARS:
+        given = own.get(name, config.get(name))
+        plain = None if name == "final_logit_softcapping" else 1.0
+        if (plain if given is None else given) != wanted.get(name, plain):
+            raise ValueError(f"its {name} is {given}, and the target's {wanted.get(name, plain)}")
 
 
 def reason(error: Exception) -> str:

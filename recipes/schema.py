@@ -467,6 +467,9 @@ class EvalConfig(Block):
     repeats: Positive = 1  # timed repeats of every prompt and arm, interleaved
     # nodes without the root
     tree_nodes: Annotated[int, Field(ge=1, le=63)] | Literal["auto"] = "auto"
+    # a block drafter's drafts of a round, from a block as much smaller; null: as many as it was
+    # trained for
+    draft_tokens: Positive | None = None
     temperature: Annotated[float, Field(ge=0.0)] = 0.0  # > 0 adds sampled arms to the greedy ones
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0

@@ -189,7 +189,8 @@ class Step:
             total, _ = self.objective.reference(slots, self.states, self.target)
         else:
             total, _ = self.objective(slots, self.states, self.target, chunk=self.chunk)
-        return total / self.objective.denominator(labels, self.drafter.head())
+        loss: Tensor = total / self.objective.denominator(labels, self.drafter.head())
+        return loss
 
     def __call__(self) -> None:
         """Forward and backward of all anchors under bf16 autocast."""
