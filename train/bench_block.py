@@ -220,7 +220,7 @@ class DenseDFlash(DFlash):
                 seen = torch.cat([keys[0], k.flatten(0, 1)])[None]
                 read = torch.cat([values[0], v.flatten(0, 1)])[None]
                 mixed = gather(q.flatten(0, 1)[None], seen, read, rows)
-                return mixed[0].unflatten(0, (count, -1))
+                return mixed[0].view(count, -1, *q.shape[2:])
 
             return over
 
