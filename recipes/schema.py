@@ -39,6 +39,8 @@ class TargetConfig(Block):
     model: Text  # built-in name (`smollm2-135m`), local folder, or Hub id
     revision: str | None = None
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    # quantise the layers while loading, by bitsandbytes; embedding, norms and head stay in `dtype`
+    load_in: Literal["nf4", "int8"] | None = None
     device: str = "auto"  # auto: cuda where there is one, else cpu
     trust_remote_code: bool = False
 
@@ -448,6 +450,8 @@ class EvalConfig(Block):
     batches: Annotated[
         tuple[Annotated[int, Field(ge=1, le=1024)], ...], Field(min_length=1, max_length=16)
     ] = (1,)
+    # on CUDA, our arms by recorded passes as well (CUDA graphs), one prompt at a time
+    graphs: bool = False
     # a server with OpenAI's API that is measured too, such as http://localhost:8000/v1
     served: Text | None = None
 

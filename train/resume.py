@@ -6,6 +6,7 @@ from accelerate.utils import gather_object
 from pydantic import ValidationError
 
 from draftsmith.data.dataset import fingerprint
+from draftsmith.drafters.target import remembered
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.stages import COSMETIC, EVALUATION, ROUNDING
@@ -96,7 +97,7 @@ def compare(was: dict[str, Any], now: dict[str, Any], t: Training) -> None:
         if before.get(name) != after.get(name) and not name.startswith(HARMLESS)
     }
     rounding = [changes.pop(name) for name in ROUNDING if name in changes]
-    target = {"content": now["target"]["content"], **was["target"]}  # older ones do not name it
+    target = remembered(was["target"], now["target"])
     if target != now["target"]:
         changes["target"] = f"the target {was['target']} -> {now['target']}"
     if was["data"] != now["data"]:

@@ -19,7 +19,7 @@ from draftsmith.drafters.dflash_mask import check_mask_token, propose_mask_token
 from draftsmith.drafters.methods import Learned, build, trainable
 from draftsmith.drafters.projection import Sums
 from draftsmith.drafters.slots import Batch, TargetStates, label_slots
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target import Target, remembered
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import (
     DFlashConfig,
@@ -36,6 +36,8 @@ from draftsmith.train.processes import Processes, start_processes
 from draftsmith.train.progress import Journal, Meter
 from draftsmith.train.pulse import Pulse
 from draftsmith.train.rng import row_seed
+
+PRECISION = ("dtype", "quantisation")  # of a fingerprint: what rounds the same weights
 
 
 class SlotLoss(nn.Module):
@@ -171,21 +173,23 @@ def prepare(recipe: Recipe, run: Path) -> Training:
 
 def check_origin(folder: Path, target: Target, say: Callable[[str], None]) -> None:
     """The rows must be this target's own answers; another precision is only named."""
-    # Rows that were made before the content was kept say nothing about it.
-    made = {"content": target.fingerprint["content"], **read_manifest(folder)["target"]}
+    made = remembered(read_manifest(folder)["target"], target.fingerprint)
     differing = {
         key: f"{key} {made.get(key)} / {value}"
         for key, value in target.fingerprint.items()
         if made.get(key) != value
     }
-    precision = differing.pop("dtype", None)
+    precision = [differing.pop(key) for key in PRECISION if key in differing]
     if differing:
         raise UserError(
             f"{folder}: the answers are another target's ({'; '.join(differing.values())}, rows / "
             "recipe); let this target answer, or name the target that did"
         )
-    if precision is not None:
-        say(f"warning: the rows were made in another precision ({precision}, rows / recipe)")
+    if precision:
+        say(
+            f"warning: the rows were made in another precision ({', '.join(precision)}; rows / "
+            "recipe): they are nearly, not exactly, what this target says"
+        )
 
 
 def check_ids(documents: Sequence[Document], target: Target, folder: Path) -> None:

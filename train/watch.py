@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from draftsmith.data.render import sample_text
+from draftsmith.drafters.quantised import count_parameters
 from draftsmith.eval.walk import recipe_ranks, walk
 from draftsmith.train.rng import undisturbed
 from draftsmith.train.schedule import lr_share
@@ -17,7 +18,7 @@ def introduce(t: Training) -> None:
     """What will be trained, and on what."""
     sample = t.rows.documents[0]
     t.journal.say(sample_text(t.target.tokenizer, sample.ids, sample.supervised))
-    frozen = sum(value.numel() for value in t.target.model.parameters())
+    frozen = count_parameters(t.target.model)
     t.journal.say(
         f"{len(t.rows.documents)} documents in {len(t.rows)} rows, {t.rows.tokens:,} tokens, "
         f"{t.rows.supervised / t.rows.tokens:.0%} supervised; {len(t.held_out)} held out"
