@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from draftsmith.data.bar import Bar
 from draftsmith.data.dataset import PackedRows, fingerprint
 from draftsmith.data.plan import free_disk, size
+from draftsmith.drafters.fingerprint import remembered
 from draftsmith.drafters.slots import TargetStates
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.errors import UserError
@@ -189,8 +190,9 @@ def check_manifest(folder: Path, manifest: dict[str, Any]) -> None:
             raise UserError(f"{folder}: no {MANIFEST} says whose states these are; {again}")
         return
     try:
-        there = flat(json.loads(path.read_bytes()))
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        there = json.loads(path.read_bytes())
+        there = flat({**there, "target": remembered(there["target"], manifest["target"])})
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: is damaged ({error}); {again}") from error
     here = flat(manifest)
     differing = [

@@ -1,5 +1,5 @@
 """The command line: `draftsmith run|data|train|eval RECIPE [KEY=VALUE ...] [--dry-run]`,
-`draftsmith tune RUN`, `draftsmith export|push DRAFTER ...`, and `draftsmith data
+`draftsmith tune RUN`, `draftsmith export|push|stitch DRAFTER ...`, and `draftsmith data
 stats|inspect|merge`.
 
 `eval` also takes drafters: their folders, those of their runs, or names on the Hub.
@@ -28,6 +28,7 @@ COMMANDS = {
     "eval": "decode, measure, report; takes a recipe, folders of drafters, or org/name",
     "tune": "choose the chain or tree that decodes fastest here; takes a run's folder",
     "export": "write a drafter's files for another engine; see export --help",
+    "stitch": "put trained MTP layers into a copy of their target's checkpoint",
 }
 
 

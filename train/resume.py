@@ -6,7 +6,7 @@ from accelerate.utils import gather_object
 from pydantic import ValidationError
 
 from draftsmith.data.dataset import fingerprint
-from draftsmith.drafters.target import remembered
+from draftsmith.drafters.fingerprint import remembered
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.stages import COSMETIC, EVALUATION, ROUNDING

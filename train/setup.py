@@ -16,10 +16,11 @@ from draftsmith.data.features import FeatureCache
 from draftsmith.data.rows import read_manifest
 from draftsmith.data.vocab import most_frequent
 from draftsmith.drafters.dflash_mask import check_mask_token, propose_mask_token
+from draftsmith.drafters.fingerprint import remembered
 from draftsmith.drafters.methods import Learned, build, trainable
 from draftsmith.drafters.projection import Sums
 from draftsmith.drafters.slots import Batch, TargetStates, label_slots
-from draftsmith.drafters.target import Target, remembered
+from draftsmith.drafters.target import Target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import (
     DFlashConfig,

@@ -15,6 +15,7 @@ from draftsmith.drafters.slots import Batch
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import cannot_write
 from draftsmith.recipes.schema import Recipe
+from draftsmith.train.fitting import fit_start
 from draftsmith.train.guard import check_end, measure_start
 from draftsmith.train.resume import resume, save
 from draftsmith.train.schedule import lr_share
@@ -32,6 +33,7 @@ def train(recipe: Recipe, run: Path) -> Path:
         try:
             resume(training)
             introduce(training)
+            fit_start(training)
             cache_features(training)
             measure_start(training)
             fit(training)

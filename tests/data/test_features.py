@@ -1,5 +1,6 @@
 """The feature cache: what the target says of every row, resumable, and never of anything else."""
 
+import json
 import shutil
 from types import SimpleNamespace
 
@@ -126,6 +127,15 @@ def test_states_of_anything_else_are_refused(target, tmp_path, change, names):
     with pytest.raises(UserError, match=f"{names}.*there / here.*remove the folder"):
         other.check()
     assert contents(tmp_path) == before
+
+
+def test_states_of_a_version_that_knew_no_quantisation_are_read(target, tmp_path):
+    cache = filled(target, tmp_path)
+    path = tmp_path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["target"]["quantisation"]
+    path.write_text(json.dumps(manifest))
+    assert "7 rows are read" in cache.check()
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]", "3", "[" * 100_000])
