@@ -21,10 +21,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from draftsmith.drafters.builtin import BUILTINS, builtin_config, builtin_folder
 from draftsmith.drafters.cache import Mark, TargetCache
 from draftsmith.drafters.content import folder_content
+from draftsmith.drafters.fingerprint import NONE
 from draftsmith.drafters.geometry import Geometry, geometry_of
 from draftsmith.drafters.layout import Nodes, chain_nodes
 from draftsmith.drafters.quantised import (
-    NONE,
     check_quantiser,
     check_spread,
     check_twice,
@@ -498,11 +498,6 @@ def make_fingerprint(
         "content": "none" if folder is None else folder_content(folder),
         "quantisation": quantisation_of(model.config),
     }
-
-
-def remembered(stored: dict[str, Any], now: dict[str, str]) -> dict[str, Any]:
-    """A fingerprint that was written earlier, with what older ones do not say."""
-    return {"content": now["content"], "quantisation": NONE, **stored}
 
 
 def hub_commit(model: str) -> str | None:
