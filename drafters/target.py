@@ -406,8 +406,8 @@ class Target:
 
 def stack_of(model: Any) -> nn.ModuleList:
     """A model's decoder layers. Raises UserError where they are no stack."""
-    base, count = model.get_decoder(), model.config.get_text_config().num_hidden_layers
-    found = layer_stack(model.model if base is model else base, count)
+    count = model.config.get_text_config().num_hidden_layers
+    found = layer_stack(decoder_of(model), count)
     if found is None:
         raise UserError(
             f"target.model: no stack of {count} decoder layers found, which could be spread over "
