@@ -67,16 +67,30 @@ class FeatureCache:
             f"are free in {self.folder}"
         )
 
-    def fill(self, *, share: tuple[int, int] = (0, 1), shown: bool = True) -> None:
+    def fill(
+        self,
+        missing: Sequence[int],
+        *,
+        share: tuple[int, int] = (0, 1),
+        shown: bool = True,
+        in_lockstep: bool = False,
+    ) -> None:
         """Compute the missing shards. Raises UserError where they cannot be written.
 
-        `share` (rank, ranks) divides the shards. All ranks must have checked before one fills.
+        `share` (rank, ranks) divides the shards. All ranks must have looked what is missing before
+        one fills. in_lockstep: all ranks make equally many passes, for a target that is spread.
         """
         rank, ranks = share
-        shards = [shard for shard in self.missing() if shard % ranks == rank]
-        if not shards:
-            return
-        count = sum(len(self.rows_of(shard)) for shard in shards)
+        shares = [[shard for shard in missing if shard % ranks == one] for one in range(ranks)]
+        counts = [sum(len(self.rows_of(shard)) for shard in one) for one in shares]
+        shards, count = shares[rank], counts[rank]
+        if shards:
+            self.write(shards, count, shown=shown)
+        for _ in range(max(counts) - count if in_lockstep else 0):
+            self.compute(0)
+
+    def write(self, shards: Sequence[int], count: int, *, shown: bool) -> None:
+        """Compute these shards, of `count` rows."""
         try:
             text = json.dumps(self.manifest(), indent=2, sort_keys=True)
             write_text(self.folder / MANIFEST, text + "\n")

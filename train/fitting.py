@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from accelerate.utils import broadcast
 
+from draftsmith.drafters.methods import trainable
 from draftsmith.drafters.mtp import MtpModule
 from draftsmith.drafters.mtp_fit import fit
 from draftsmith.drafters.slots import Batch
@@ -16,11 +17,14 @@ def fit_start(t: Training) -> None:
     if t.step > 0 or not isinstance(t.drafter, MtpModule) or t.drafter.config.start != "last_layer":
         return
     began = time.perf_counter()
-    fit(t.drafter, first_rows(t))
-    weight = t.drafter.block.fc.weight
-    weight.data.copy_(broadcast(weight.data))
-    for further in list(t.drafter.blocks)[1:]:  # each starts as the first one, applied again
-        further.load_state_dict(t.drafter.block.state_dict())
+    with t.parallel.whole():
+        fit(t.drafter, first_rows(t))
+        weight = t.drafter.block.fc.weight
+        weight.data.copy_(broadcast(weight.data))
+        for further in list(t.drafter.blocks)[1:]:  # each starts as the first one, applied again
+            further.load_state_dict(t.drafter.block.state_dict())
+        weights = {name: value.detach().clone() for name, value in trainable(t.drafter).items()}
+    t.parallel.load(weights, {})
     t.seconds += time.perf_counter() - began
 
 
