@@ -26,6 +26,7 @@ from draftsmith.drafters.mtp_layer import check_layer
 from draftsmith.drafters.quantised import check_spread
 from draftsmith.drafters.target import (
     TargetShape,
+    decoder_of,
     describe,
     layer_stack,
     pick_device,
@@ -230,7 +231,7 @@ def check_layer_of(target: TargetConfig) -> None:
     """Whether an MTP block can be made of the target's layers."""
     model = skeleton(target)
     text = model.config.get_text_config()
-    base = model.get_decoder()
+    base = decoder_of(model)
     check_layer(base, text, layer_stack(base, text.num_hidden_layers), target.model)
 
 
