@@ -22,6 +22,7 @@ from draftsmith.data.counts import (
 from draftsmith.data.memory import ALONE, BYTES, FROZEN, FULL, answering_memory
 from draftsmith.data.needs import TRAINED, estimate_memory, trained_parameters
 from draftsmith.drafters.dflash import spread_taps
+from draftsmith.drafters.geometry import own_geometry
 from draftsmith.drafters.mtp_families import check_family, check_supported
 from draftsmith.drafters.mtp_files import find
 from draftsmith.drafters.mtp_layer import check_layer
@@ -248,7 +249,8 @@ def check_layer_of(target: TargetConfig, drafter: MtpConfig) -> None:
 
 
 def check_block_drafter(config: DFlashConfig, shape: TargetShape, name: str) -> None:
-    """Taps, layers and the mask token."""
+    """Measures, taps, layers and the mask token."""
+    own_geometry(config, shape.geometry)
     taps = config.taps or spread_taps(shape.layers, config.layers)
     if taps[-1] > shape.layers - 2:
         raise UserError(
