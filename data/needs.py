@@ -11,6 +11,7 @@ from draftsmith.data.memory import (
     frozen_bytes,
 )
 from draftsmith.drafters.draft_model import called
+from draftsmith.drafters.geometry import own_geometry
 from draftsmith.drafters.shallow import spread
 from draftsmith.drafters.target import TargetShape, describe
 from draftsmith.recipes.schema import (
@@ -41,7 +42,8 @@ def trained_parameters(config: DrafterConfig, shape: TargetShape) -> int:
             return config.depths * (max(shape.layer_parameters) + 2 * size * size + 3 * size)
         case DFlashConfig():
             size, taps = shape.hidden_size, len(config.taps) or config.layers
-            return taps * size**2 + 2 * size + config.layers * shape.geometry.layer_parameters
+            layer = own_geometry(config, shape.geometry).layer_parameters
+            return taps * size**2 + 2 * size + config.layers * layer
         case DraftModelConfig(models=()):
             layers = [shape.layer_parameters[i] for i in spread(shape.layers, config.layers)]
             embedding = shape.embedding_parameters
@@ -112,7 +114,7 @@ def step_memory(
             states += 4 * positions * inner * FULL
             return {LOGITS: chunk_memory(recipe, shape), STATES: config.heads * states}
         case DFlashConfig():
-            wide = shape.geometry
+            wide = own_geometry(config, shape.geometry)
             roots = min(config.anchors_per_row, recipe.data.max_length)
             blocks = recipe.train.rows_per_micro_batch * roots * config.block_size
             # What a layer keeps for its gradient: about ten states and four of its MLP's moments.

@@ -22,6 +22,9 @@ from draftsmith.data.counts import (
 from draftsmith.data.memory import ALONE, BYTES, FROZEN, FULL, answering_memory
 from draftsmith.data.needs import TRAINED, estimate_memory, trained_parameters
 from draftsmith.drafters.dflash import spread_taps
+from draftsmith.drafters.geometry import own_geometry
+from draftsmith.drafters.mtp_families import check_family, check_supported
+from draftsmith.drafters.mtp_files import find
 from draftsmith.drafters.mtp_layer import check_layer
 from draftsmith.drafters.quantised import check_spread
 from draftsmith.drafters.target import (
@@ -29,6 +32,7 @@ from draftsmith.drafters.target import (
     decoder_of,
     describe,
     layer_stack,
+    locate,
     pick_device,
     skeleton,
 )
@@ -184,7 +188,7 @@ def check_target(recipe: Recipe, shape: TargetShape) -> None:
         )
     check_drafter(recipe.drafter, shape, name)
     if isinstance(recipe.drafter, MtpConfig):
-        check_layer_of(recipe.target)
+        check_layer_of(recipe.target, recipe.drafter)
     longest = {"data.distil.max_new_tokens": recipe.data.distil.max_new_tokens}
     longest["eval.max_new_tokens"] = recipe.eval.max_new_tokens + recipe.drafter.depth
     for key, answer in longest.items():
@@ -227,16 +231,26 @@ def check_drafter(drafter: DrafterConfig, shape: TargetShape, name: str) -> None
             )
 
 
-def check_layer_of(target: TargetConfig) -> None:
-    """Whether an MTP block can be made of the target's layers."""
+def check_layer_of(target: TargetConfig, drafter: MtpConfig) -> None:
+    """Whether an MTP block can be made of the target's layers, and is in its files where it starts
+    from there (of a target that is still to be downloaded, the latter is seen later).
+    """
     model = skeleton(target)
     text = model.config.get_text_config()
-    base = decoder_of(model)
-    check_layer(base, text, layer_stack(base, text.num_hidden_layers), target.model)
+    if drafter.start == "checkpoint":
+        check_supported(text.model_type)
+    base, layers = decoder_of(model), text.num_hidden_layers
+    check_layer(base, text, layer_stack(base, layers), target.model)
+    folder = Path(locate(target))
+    if drafter.start == "checkpoint" and folder.is_dir():
+        for depth in range(drafter.depths):
+            found = find(folder, layers, depth)
+            check_family(drafter, text.model_type, found.name)
 
 
 def check_block_drafter(config: DFlashConfig, shape: TargetShape, name: str) -> None:
-    """Taps, layers and the mask token."""
+    """Measures, taps, layers and the mask token."""
+    own_geometry(config, shape.geometry)
     taps = config.taps or spread_taps(shape.layers, config.layers)
     if taps[-1] > shape.layers - 2:
         raise UserError(

@@ -27,7 +27,7 @@ from draftsmith.drafters.dflash_layers import Attend, DraftLayer, RMSNorm, Rope,
 from draftsmith.drafters.dflash_mask import check_mask_token, propose_mask_token
 from draftsmith.drafters.dflash_start import start_from_target
 from draftsmith.drafters.export import assistant_model
-from draftsmith.drafters.geometry import geometry_of
+from draftsmith.drafters.geometry import geometry_of, own_geometry
 from draftsmith.drafters.projection import slot_logits, top_tokens
 from draftsmith.drafters.proposal import Draw, Plan, Proposal, Verdict
 from draftsmith.drafters.slot_proposal import propose_slots
@@ -77,15 +77,16 @@ class DFlash(nn.Module):
         self.config = config.model_copy(update={"mask_token_id": mask})
         self.mask_token_id, self.depth = mask, config.depth
         self.taps = config.taps or spread_taps(target.layers, config.layers)
-        self.shape, self.target_layers = geometry_of(target.config), target.layers
+        self.shape = own_geometry(config, geometry_of(target.config))
+        self.target_layers = target.layers
         self.adjust, self.rotary = target.adjust, Rotary(self.shape)
+        self.embedding_scale = target.embedding_scale
+        self.scalars = scalars_of(target)
         hidden = self.shape.hidden
         self.fc = nn.Linear(len(self.taps) * hidden, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, self.shape.eps)
         self.layers = nn.ModuleList(DraftLayer(self.shape) for _ in range(config.layers))
         self.norm = RMSNorm(hidden, self.shape.eps)
-        if config.start == "target":
-            start_from_target(target, self.layers, self.fc, self.hidden_norm, self.norm)
         self.register_buffer("embedding", target.embedding, persistent=False)
         rows = target.head_weight
         rows = rows if draft_ids is None else rows[draft_ids.to(target.device)]
@@ -97,6 +98,14 @@ class DFlash(nn.Module):
     def block_size(self) -> int:
         """B: the root and the slots."""
         return self.depth + 1
+
+    def begin(self, target: Target) -> None:
+        """Before the first training: weights from the target, where its knobs say so. Raises
+        UserError where the target's layers are of another type.
+        """
+        if self.config.start == "target":
+            parts = self.layers, self.fc, self.hidden_norm, self.norm
+            start_from_target(target, *parts, tap=self.taps[-1], mask=self.mask_token_id)
 
     def head(self) -> Head:
         """How slot states become logits."""
@@ -111,13 +120,17 @@ class DFlash(nn.Module):
         return [layer.context(fused, rope) for layer in self.draft_layers]
 
     def blocks(self, roots: Tensor, positions: Tensor, attend: Callable[[int], Attend]) -> Tensor:
-        """States [N, B, D] of blocks that start with these tokens [N] at these positions [N]."""
+        """States [N, K, D] of the slots of blocks that start with these tokens [N] at these
+        positions [N].
+        """
         ids = roots.new_full((len(roots), self.block_size), self.mask_token_id)
         ids[:, 0] = roots
         x = nn.functional.embedding(ids, self.embedding).to(self.fc.weight.dtype)
+        x = x * self.embedding_scale if self.embedding_scale != 1.0 else x
         rope: Rope = self.rotary(positions[:, None] + torch.arange(ids.shape[1], device=ids.device))
         for number, layer in enumerate(self.draft_layers):
-            x = layer(x, rope, attend(number))
+            # Nobody reads what the last layer makes of the root.
+            x = layer(x, rope, attend(number), skip=int(number == len(self.layers) - 1))
         states: Tensor = self.norm(x)
         return states
 
@@ -139,7 +152,7 @@ class DFlash(nn.Module):
             return lambda q, k, v: over(q, k, v, *contexts[layer])
 
         at = roots.row, roots.position
-        return self.blocks(batch.ids[at], batch.positions[at], attend)[:, 1:]
+        return self.blocks(batch.ids[at], batch.positions[at], attend)
 
     # --- training and measuring ---
 
@@ -209,11 +222,13 @@ class DFlash(nn.Module):
     @torch.no_grad()
     def propose(self, state: DFlashState, root: Tensor, plan: Plan) -> Proposal:
         """One pass over the block; guesses of every slot, or draws from its law, as the tree."""
-        hidden = self.block_states(state.cache, root)[:, 1 : 1 + len(plan.tree.paths[-1])]
+        hidden = self.block_states(state.cache, root)[:, : len(plan.tree.paths[-1])]
         return propose_slots(slot_logits(hidden, self.head(), self.adjust), plan, self.draft_ids)
 
     def block_states(self, cache: TargetCache, root: Tensor) -> Tensor:
-        """States [B, block, D] behind the cached contexts. Nothing of the block stays cached."""
+        """States of the slots [B, K, D] behind the cached contexts. Nothing of the block stays
+        cached.
+        """
         lengths = torch.tensor(cache.lengths, device=root.device)
         extent = cache.open(len(root), self.block_size, root.device)
         mask = None
@@ -286,18 +301,31 @@ class DFlash(nn.Module):
         config = native_config(
             self.shape,
             layers=len(self.layers),
-            block_size=self.config.block_size,
+            block_size=self.block_size,
             taps=self.taps,
             mask_token_id=self.mask_token_id,
             vocab_size=self.embedding.shape[0],
             target_layers=self.target_layers,
             dtype=str(self.rows.dtype).removeprefix("torch."),
         )
+        config["dflash_config"] |= self.scalars
         check_config(config)
         return config
 
     def native_extras(self, folder: Path) -> None:
         """None."""
+
+
+def scalars_of(target: Target) -> dict[str, float]:
+    """What a target does to embeddings and logits, under z-lab's names; nothing where it does
+    nothing.
+    """
+    found = {
+        "input_embedding_scale": (target.embedding_scale, 1.0),
+        "output_multiplier": (target.logit_scale, 1.0),
+        "final_logit_softcapping": (target.logit_cap, None),
+    }
+    return {name: value for name, (value, plain) in found.items() if value not in (plain, None)}
 
 
 def spread_taps(layers: int, count: int) -> tuple[int, ...]:

@@ -87,12 +87,13 @@ class DraftLayer(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden, shape.eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden, shape.eps)
 
-    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
-        """Blocks [N, B, D] -> [N, B, D]."""
+    def forward(self, x: Tensor, rope: Rope, attend: Attend, *, skip: int = 0) -> Tensor:
+        """Blocks [N, B, D] -> [N, B - skip, D]: the first places give keys and values alone."""
         seen, attention = self.input_layernorm(x), self.self_attn
-        q, k = attention.queries(seen, rope), attention.keys(seen, rope)
-        gathered = attend(q, k, attention.values(seen))  # [N, B, H, d]
-        x = x + attention.o_proj(gathered.flatten(-2))
+        asking: Rope = (rope[0][:, skip:], rope[1][:, skip:])
+        q, k = attention.queries(seen[:, skip:], asking), attention.keys(seen, rope)
+        gathered = attend(q, k, attention.values(seen))  # [N, B - skip, H, d]
+        x = x[:, skip:] + attention.o_proj(gathered.flatten(-2))
         mixed: Tensor = self.mlp(self.post_attention_layernorm(x))
         return x + mixed
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, MuseGlimmerAssistantModel
 from draftsmith.drafters.dflash import DFlash
 from draftsmith.drafters.dflash_format import check_folder
 from draftsmith.drafters.dflash_import import import_dflash
+from draftsmith.drafters.dflash_speculators import check_speculators, export_speculators
 from draftsmith.drafters.draft_model import DraftModel
 from draftsmith.drafters.engine_files import Source, copy_files, read_config, refuse
 from draftsmith.drafters.export import RENAMED, assistant_config, export_assistant
@@ -33,6 +34,23 @@ def write_dflash(source: Source, folder: Path) -> None:
 def read_dflash(folder: Path, source: Source) -> DFlash:
     """The drafter of z-lab's layout, from all tokens. Raises ValueError."""
     check_folder(folder)
+    try:
+        found = import_dflash(folder, source.target)
+    except UserError as error:
+        raise ValueError(str(error)) from error
+    return found.to(source.target.dtype).eval()
+
+
+def write_speculators(source: Source, folder: Path) -> None:
+    """speculators' layout; the target as the drafter was trained for it."""
+    made = source.meta["target"]
+    verifier, architectures = made["model"], [made["architecture"]]
+    export_speculators(source.folder, folder, verifier=verifier, architectures=architectures)
+
+
+def read_speculators(folder: Path, source: Source) -> DFlash:
+    """The drafter of speculators' layout, from all tokens. Raises ValueError."""
+    check_speculators(folder)
     try:
         found = import_dflash(folder, source.target)
     except UserError as error:

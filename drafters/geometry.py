@@ -1,7 +1,10 @@
 """The measures of a target's layers, which a drafter with layers of its own copies."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import DFlashConfig
 
 ROPES = {  # kinds of rotary embedding that depend on nothing but a position, and what they read
     "default": {"rope_theta"},
@@ -62,6 +65,27 @@ def geometry_of(text_config: Any) -> Geometry:
         max_positions=int(found.get("max_position_embeddings") or 32768),
         rope=rope_of(found),
     )
+
+
+def own_geometry(config: DFlashConfig, shape: Geometry) -> Geometry:
+    """The target's measures with those that a drafter has for itself. Raises UserError where heads
+    do not share keys evenly, or a rotary embedding cannot turn them.
+    """
+    given: dict[str, Any] = {
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate": config.intermediate,
+    }
+    own = replace(shape, **{name: value for name, value in given.items() if value is not None})
+    if own.heads % own.kv_heads:
+        raise UserError(
+            f"drafter.kv_heads: {own.heads} heads cannot share {own.kv_heads} keys evenly; give a "
+            f"divisor of {own.heads}"
+        )
+    if own.head_dim % 2:
+        raise UserError(f"drafter.head_dim: {own.head_dim} is odd; positions turn pairs, give even")
+    return own
 
 
 def rope_of(config: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.drafters.mtp_attention import Chain
-from draftsmith.drafters.mtp_families import check_family
+from draftsmith.drafters.mtp_families import check_family, check_supported
 from draftsmith.drafters.mtp_files import checkpoint_folder, find, read_block
 from draftsmith.drafters.mtp_layer import check_layer, one_layer, rotary, start_layer
 from draftsmith.drafters.reach import reaches
@@ -33,6 +33,8 @@ class MtpBlock(nn.Module):
         super().__init__()
         self.hidden_first = config.order == "hidden_first"
         self.shift = config.position_shift
+        if config.start == "checkpoint":
+            check_supported(target.config.model_type)
         stack = layer_stack(target.base, target.layers)
         check_layer(target.base, target.config, stack, target.name, target.layer_state)
         self.place = start_layer(target.config)

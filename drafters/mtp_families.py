@@ -39,13 +39,17 @@ UNSUPPORTED = {
 }
 
 
-def check_family(config: MtpConfig, model_type: str, layout: str) -> None:
-    """UserError unless the knobs are those that a checkpoint's MTP layer was trained with."""
+def check_supported(model_type: str) -> None:
+    """UserError for families whose MTP module is none of ours."""
     if model_type in UNSUPPORTED:
         raise UserError(
             f"drafter.start: checkpoint does not work for {model_type}: {UNSUPPORTED[model_type]}; "
-            "use start: last_layer"
+            "use start: last_layer where that works, or another kind"
         )
+
+
+def check_family(config: MtpConfig, model_type: str, layout: str) -> None:
+    """UserError unless the knobs are those that a checkpoint's MTP layer was trained with."""
     family = FAMILIES.get(model_type, Family(layout))
     for knob in ("reads", "recycles", "position_shift"):
         given, wanted = getattr(config, knob), getattr(family, knob)

@@ -58,14 +58,14 @@ def stitch(
     """
     if folder.exists():
         raise UserError(f"{folder} exists; give a folder that does not")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     there = has_layer(source, layers)
     found = [find(source, layers, depth) for depth in range(len(blocks))] if there else []
     for one, weights in zip(found, blocks, strict=False):
         check_names(one, weights)
     touched = {one.files[name].name for one in found for name in one.files_of_layer()}
     touched |= set() if there else {CONFIG, INDEX}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         for path in sorted(source.iterdir()):
             take(path, temporary, link=link and path.name not in touched)

@@ -86,11 +86,13 @@ class Target:
         self.config = model.config.get_text_config()
         self.head_weight = dense_head(model)  # [V, D]
         self.embedding: Tensor = model.get_input_embeddings().weight  # [V, D]
+        self.embedding_scale = embedding_scale(model.get_input_embeddings())
         self.vocab_size, self.hidden_size = self.head_weight.shape
         self.layers = int(self.config.num_hidden_layers)
         self.dtype, self.device = self.head_weight.dtype, self.head_weight.device
         self.eos_ids = eos_ids(model, tokenizer)
-        self.adjust = logit_adjustment(self.config.to_dict())
+        self.logit_scale, self.logit_cap = logit_scalars(self.config.to_dict())
+        self.adjust = logit_adjustment(self.logit_scale, self.logit_cap)
         self.reach = reaches(self.config)
         self.layer_types = set(layer_types(self.config) or ())
         # transformers renamed `past_key_values` to `cache`; both are in the supported range.
@@ -490,10 +492,20 @@ def dense_head(model: Any) -> Tensor:
     return nn.Parameter(weight.to(model.dtype), requires_grad=False)
 
 
-def logit_adjustment(config: dict[str, Any]) -> Callable[[Tensor], Tensor]:
-    """Logit scale (Cohere multiplies, Granite divides) and soft-cap (Gemma 2) of a config."""
+def embedding_scale(module: nn.Module) -> float:
+    """By what a target's embedding module multiplies its rows, as Gemma 3's does."""
+    return float(vars(module).get("scalar_embed_scale", 1.0))
+
+
+def logit_scalars(config: dict[str, Any]) -> tuple[float, float | None]:
+    """What raw logits are multiplied by, and the soft-cap on that, if there is one."""
     scale = float(config.get("logit_scale") or 1.0) / float(config.get("logits_scaling") or 1.0)
     cap = config.get("final_logit_softcapping")
+    return scale, None if cap is None else float(cap)
+
+
+def logit_adjustment(scale: float, cap: float | None) -> Callable[[Tensor], Tensor]:
+    """Logit scale (Cohere multiplies, Granite divides) and soft-cap (Gemma 2) of a config."""
 
     def adjust(logits: Tensor) -> Tensor:
         if scale != 1.0:

@@ -35,11 +35,13 @@ from draftsmith.drafters.export_plain import (
     read_assistant,
     read_dflash,
     read_draft_model,
+    read_speculators,
     run_assistant,
     run_draft_model,
     write_assistant,
     write_dflash,
     write_draft_model,
+    write_speculators,
 )
 from draftsmith.drafters.methods import Drafter
 from draftsmith.drafters.mtp_speculators import read_mtp_speculators, write_mtp_speculators
@@ -103,6 +105,13 @@ EXPORTS: dict[tuple[str, str], Export] = {
         read_dflash,
         'DFlashDecodingConfig(max_draft_len={k}, speculative_model="{drafter}")',
         note="PyTorch backend",
+    ),
+    ("dflash", "speculators"): Export(
+        write_speculators,
+        read_speculators,
+        "vllm serve {drafter}",
+        note="its config names the target (speculators_config.verifier.name_or_path), for vLLM by "
+        "a Hub id or a folder",
     ),
     ("dflash", "transformers"): Export(
         write_assistant,

@@ -14,6 +14,7 @@ from draftsmith.drafters.checkpoint import (
     load_drafter,
     read_metadata,
 )
+from draftsmith.drafters.dflash import DFlash
 from draftsmith.drafters.hub import fetch
 from draftsmith.drafters.hub_name import hub_name
 from draftsmith.drafters.methods import CONFIGS, Drafter, Untrained, build
@@ -181,10 +182,27 @@ def held_out_documents(recipe: Recipe, run: Path) -> list[Document]:
     return split_held_out(documents, recipe.data.held_out, recipe.seed)[1]
 
 
+def shorten(drafter: Drafter, count: int) -> None:
+    """Let a block drafter draft so many tokens. Raises UserError where it cannot."""
+    if not isinstance(drafter, DFlash):
+        raise UserError(
+            f"eval.draft_tokens: a {drafter.config.kind} drafter has no block that could be "
+            "smaller; leave it out"
+        )
+    if count > drafter.depth:
+        raise UserError(
+            f"eval.draft_tokens: {count} is more than the {drafter.depth} that it was trained for; "
+            "give fewer"
+        )
+    drafter.depth = count
+
+
 def own_subject(recipe: Recipe, run: Path, target: Target) -> tuple[Subject, Calibration | None]:
     """A run's own drafter, calibrated on the answers that training did not see."""
     folder = run / "drafter"
     drafter, held_out = load_drafter(folder, target), held_out_documents(recipe, run)
+    if recipe.eval.draft_tokens is not None:
+        shorten(drafter, recipe.eval.draft_tokens)
     calibration = None
     if recipe.drafter.walks:
         calibration = calibrate(recipe, target, drafter, held_out)

@@ -309,6 +309,11 @@ class DFlashConfig(DrafterBlock):
     # a token that no text has; null: an unused one of the target is taken
     mask_token_id: Annotated[int, Field(ge=0)] | None = None
     start: Literal["random", "target"] = "random"  # target: from copies of the target's layers
+    # measures of its layers; null: the target's
+    heads: Positive | None = None
+    kv_heads: Positive | None = None
+    head_dim: Positive | None = None
+    intermediate: Positive | None = None
     draft_vocab: Positive | None = None  # rows of the head that drafts may use; None: all
     anchors_per_row: Positive = 512  # blocks trained on per packed row, drawn anew in every epoch
 
@@ -462,6 +467,9 @@ class EvalConfig(Block):
     repeats: Positive = 1  # timed repeats of every prompt and arm, interleaved
     # nodes without the root
     tree_nodes: Annotated[int, Field(ge=1, le=63)] | Literal["auto"] = "auto"
+    # a block drafter's drafts of a round, from a block as much smaller; null: as many as it was
+    # trained for
+    draft_tokens: Positive | None = None
     temperature: Annotated[float, Field(ge=0.0)] = 0.0  # > 0 adds sampled arms to the greedy ones
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0

@@ -126,10 +126,10 @@ def compare(options: argparse.Namespace, loss: str, dtype: str) -> dict[str, Any
     return found
 
 
-def ask(worker: subprocess.Popen[str]) -> dict[str, float]:
-    """One step of a worker."""
+def ask(worker: subprocess.Popen[str], what: str = "step") -> dict[str, float]:
+    """What a worker answers, one step by default."""
     assert worker.stdin is not None and worker.stdout is not None
-    worker.stdin.write("step\n")
+    worker.stdin.write(f"{what}\n")
     worker.stdin.flush()
     answer = worker.stdout.readline()
     if not answer:

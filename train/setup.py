@@ -15,6 +15,7 @@ from draftsmith.data.dataset import Document, PackedRows, split_held_out, traini
 from draftsmith.data.features import FeatureCache
 from draftsmith.data.rows import read_manifest
 from draftsmith.data.vocab import most_frequent
+from draftsmith.drafters.dflash import DFlash
 from draftsmith.drafters.dflash_mask import check_mask_token, propose_mask_token
 from draftsmith.drafters.fingerprint import remembered
 from draftsmith.drafters.methods import Learned, build, trainable
@@ -157,6 +158,8 @@ def prepare(recipe: Recipe, run: Path) -> Training:
     ids = draft_ids(recipe, target, training)
     config = with_mask(recipe.drafter, target, documents, journal.say)
     drafter = cast(Learned, build(config, target, ids))  # it has trained_slots
+    if isinstance(drafter, DFlash):
+        drafter.begin(target)
     phases = Phases(target.device)
     loss = SlotLoss(drafter, target, recipe, phases)
     parameters = trainable(drafter)

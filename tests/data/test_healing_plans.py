@@ -1,5 +1,6 @@
 """The recipes for targets that come with an MTP layer, planned on configs of their real sizes."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,9 @@ def test_a_healing_recipe_is_planned_with_its_target_s_sizes(
     config, frozen, trained = TARGETS[name]
     config().save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
+    names = ("mtp.fc.weight", "model.layers.61.eh_proj.weight")
+    index = {"weight_map": {name: "model.safetensors" for name in names}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     monkeypatch.setattr(plan, "free_disk", lambda path: 1 << 60)
     monkeypatch.setattr(plan, "device_memory", lambda recipe: 1 << 60)
     found = make_plan(load_recipe(name, [f"target.model={tmp_path}", "data.grow=100"]))

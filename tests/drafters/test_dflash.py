@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from draftsmith.data.dataset import Document
+from draftsmith.drafters import dflash_start
 from draftsmith.drafters.coins import SeededCoins
 from draftsmith.drafters.dflash import DFlash, spread_taps
 from draftsmith.drafters.dflash_mask import propose_mask_token
 from draftsmith.drafters.proposal import Plan, Verdict
 from draftsmith.drafters.sampler import Sampling, standardise
+from draftsmith.drafters.shallow import spread
 from draftsmith.drafters.slots import Batch, Roots, TargetStates, all_roots
 from draftsmith.drafters.tree import Tree, chain
 from draftsmith.eval import decode as loop
@@ -38,6 +40,7 @@ def make(target, *, block=4, noise=0.05, seed=0, draft_ids=None, **knobs):
     given = {"layers": 2, "taps": (0, 2), "mask_token_id": target.vocab_size - 1, "start": "target"}
     config = DFlashConfig(kind="dflash", block_size=block, **{**given, **knobs})
     drafter = DFlash(config, target, draft_ids)
+    drafter.begin(target)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for value in drafter.parameters():
@@ -308,16 +311,48 @@ def test_taps_that_do_not_fit_are_refused(layers, count):
         spread_taps(layers, count)
 
 
-def test_a_start_from_the_target_copies_evenly_spread_layers():
-    target = small_target()
-    drafter = make(target, noise=0.0)
-    for layer, at in zip(drafter.layers, (0, 3), strict=True):
-        source = target.base.layers[at]
-        assert torch.equal(layer.self_attn.k_proj.weight, source.self_attn.k_proj.weight)
-        assert torch.equal(layer.mlp.down_proj.weight, source.mlp.down_proj.weight)
-        assert torch.equal(layer.self_attn.q_norm.weight, torch.ones(8))
-    mixed = drafter.fc(torch.cat([torch.ones(32), 3 * torch.ones(32)]))
-    torch.testing.assert_close(mixed, 2 * torch.ones(32))
+WIDE = 256  # heads of 64, whose positions can tell neighbours apart
+
+
+def outlying(count, *, seed=0):
+    """States as language models have them: in a channel much the same everywhere."""
+    states = torch.randn(count, WIDE, generator=torch.Generator().manual_seed(seed))
+    states[:, 0] += 16.0
+    return states
+
+
+@pytest.mark.parametrize(("layers", "kv_heads"), [(1, 4), (3, 4), (2, None)])
+def test_a_start_from_the_target_says_what_it_says_before_the_root(monkeypatch, layers, kv_heads):
+    """But for the attention of its last layer; less so where heads share what they pass on."""
+    monkeypatch.setattr(dflash_start, "sample_states", lambda *_: outlying(800))
+    target = small_target(20, hidden=WIDE)
+    knobs = {"layers": layers, "kv_heads": kv_heads, "taps": (0, 2), "block": 3}
+    drafter, batch = make(target, noise=0.0, **knobs), packed(*texts(8, 10, 20), prompt=1)
+    tapped = outlying(2 * batch.ids.numel(), seed=1).view(1, -1, 2 * WIDE)
+    states, roots = TargetStates(tapped[..., :WIDE], tapped), all_roots(batch)
+    slots = slot_states(drafter, batch, states, roots)[:, 0]
+    tap = tapped[roots.row, roots.position - 1, WIDE:]
+    last = target.base.layers[-1]
+    want = target.base.norm(tap + last.mlp(last.post_attention_layernorm(tap)))
+    # Without the channel that all have in common.
+    alike = torch.cosine_similarity(slots[:, 1:], want[:, 1:], dim=-1).mean()
+    assert alike > (0.8 if kv_heads else 0.4)
+    shuffled = torch.cosine_similarity(slots[:, 1:], want.roll(3, 0)[:, 1:], dim=-1).mean()
+    assert shuffled < alike - 0.3
+    for layer, at in zip(drafter.layers, spread(4, layers), strict=True):
+        assert torch.equal(layer.mlp.up_proj.weight, target.base.layers[at].mlp.up_proj.weight)
+
+
+def test_a_start_that_the_targets_layers_do_not_fit_is_refused():
+    target = small_target(20)
+    with pytest.raises(UserError, match=r"drafter\.start.*mlp\.gate_proj"):
+        make(target, intermediate=32)
+
+
+@pytest.mark.parametrize("knobs", [{"kv_heads": 3}, {"heads": 2, "kv_heads": 4}, {"head_dim": 7}])
+def test_measures_that_do_not_fit_each_other_are_refused(knobs):
+    with pytest.raises(UserError, match=r"drafter\.(kv_heads|head_dim)"):
+        make(small_target(20), start="random", **knobs)
 
 
 def test_frozen_parts_are_the_targets_own_and_not_trained():

@@ -8,6 +8,7 @@ from draftsmith.drafters.dflash_attention import over_all, over_runs, runs_of
 from draftsmith.drafters.slots import Batch, Roots, all_roots
 
 BLOCK, HEADS, KV, WIDTH = 3, 4, 2, 8
+ASKING = pytest.mark.parametrize("asking", [BLOCK, BLOCK - 1])  # queries of a block
 
 
 def rows():
@@ -18,10 +19,10 @@ def rows():
     return Batch(ids, positions, documents, (documents >= 0) & (positions > 1))
 
 
-def operands(batch, roots, device="cpu"):
+def operands(batch, roots, device="cpu", asking=BLOCK):
     generator = torch.Generator().manual_seed(0)
     count = len(roots.row)
-    shapes = [(count, BLOCK, HEADS), (count, BLOCK, KV), (count, BLOCK, KV)]
+    shapes = [(count, asking, HEADS), (count, BLOCK, KV), (count, BLOCK, KV)]
     shapes += [(*batch.ids.shape, KV)] * 2
     made = [torch.randn(*shape, WIDTH, generator=generator) for shape in shapes]
     return [one.to(device).requires_grad_() for one in made]
@@ -49,14 +50,15 @@ def some_roots(batch):
     return Roots(every.row[index], every.position[index])
 
 
-@pytest.mark.parametrize("together", [1, 2, 16])
+@ASKING
+@pytest.mark.parametrize("scores", [1, 40, 10000])  # blocks alone, some, all together
 @pytest.mark.parametrize("choose", [all_roots, some_roots])
-def test_runs_are_one_softmax_in_values_and_gradients(monkeypatch, together, choose):
-    monkeypatch.setattr(dflash_attention, "TOGETHER", together)
+def test_runs_are_one_softmax_in_values_and_gradients(monkeypatch, scores, choose, asking):
+    monkeypatch.setattr(dflash_attention, "SCORES", scores)
     batch = rows()
     roots = choose(batch)
-    inputs = operands(batch, roots)
-    weights = torch.randn(len(roots.row), BLOCK, HEADS, WIDTH)
+    inputs = operands(batch, roots, asking=asking)
+    weights = torch.randn(len(roots.row), asking, HEADS, WIDTH)
     want = dense(batch, roots, *inputs)
     wanted = torch.autograd.grad((want * weights).sum(), inputs)
     have = over_runs(runs_of(batch, roots, BLOCK))(*inputs)
@@ -68,20 +70,23 @@ def test_runs_are_one_softmax_in_values_and_gradients(monkeypatch, together, cho
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")  # compiled where it counts
-def test_flex_attention_is_the_same():
+@ASKING
+def test_flex_attention_is_the_same(asking):
     batch = rows()
     roots = some_roots(batch)
-    inputs = [one.detach() for one in operands(batch, roots)]  # it has no gradient on CPUs
+    given = operands(batch, roots, asking=asking)
+    inputs = [one.detach() for one in given]  # it has no gradient on CPUs
     have = over_all(batch, roots, BLOCK)(*inputs)
     torch.testing.assert_close(have, dense(batch, roots, *inputs))
 
 
 @pytest.mark.gpu
-def test_flex_attention_has_the_same_gradients():
+@ASKING
+def test_flex_attention_has_the_same_gradients(asking):
     batch = rows().to("cuda")
     roots = some_roots(batch)
-    inputs = operands(batch, roots, "cuda")
-    weights = torch.randn(len(roots.row), BLOCK, HEADS, WIDTH, device="cuda")
+    inputs = operands(batch, roots, "cuda", asking)
+    weights = torch.randn(len(roots.row), asking, HEADS, WIDTH, device="cuda")
     want = dense(batch, roots, *inputs)
     wanted = torch.autograd.grad((want * weights).sum(), inputs)
     have = over_all(batch, roots, BLOCK)(*inputs)

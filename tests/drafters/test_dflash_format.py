@@ -11,12 +11,14 @@ from draftsmith.drafters.checkpoint import load_drafter, save_drafter, target_me
 from draftsmith.drafters.dflash import DFlash
 from draftsmith.drafters.dflash_format import check_folder
 from draftsmith.drafters.dflash_import import import_dflash
+from draftsmith.drafters.dflash_speculators import check_speculators, export_speculators
 from draftsmith.drafters.export import export_assistant
 from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.tree import chain
 from draftsmith.eval.decode import decode
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DFlashConfig
+from tests.drafters.test_families import ATTENTION, make_target
 from tests.tiny import tiny_target
 
 
@@ -28,7 +30,9 @@ def target():
 def drafter_of(target, draft_ids=None):
     torch.manual_seed(0)
     given = {"block_size": 4, "layers": 2, "taps": (0, 2), "mask_token_id": 19, "start": "target"}
-    return DFlash(DFlashConfig(kind="dflash", **given), target, draft_ids).eval()
+    drafter = DFlash(DFlashConfig(kind="dflash", **given), target, draft_ids)
+    drafter.begin(target)
+    return drafter.eval()
 
 
 @pytest.fixture
@@ -155,6 +159,126 @@ def watch_blocks(model, target):
     return found
 
 
+def test_transformers_scales_the_embedding_as_we_do(tmp_path):
+    target = make_target(ATTENTION["gemma3"]())
+    assert target.embedding_scale == pytest.approx(target.hidden_size**0.5)
+    torch.manual_seed(0)
+    given = {"block_size": 4, "layers": 2, "taps": (0, 2), "mask_token_id": 39}
+    drafter = DFlash(DFlashConfig(kind="dflash", **given), target, None).eval()
+    save_drafter(drafter, tmp_path / "drafter", {"target": target_metadata(target)})
+    written = json.loads((tmp_path / "drafter" / "config.json").read_text())["dflash_config"]
+    assert written["input_embedding_scale"] == target.embedding_scale
+    export_assistant(tmp_path / "drafter", tmp_path / "assistant")
+    drafts = watch_drafts(drafter)
+    decode(target, drafter, [5, 6, 7], sampling=Sampling(), max_new_tokens=12, tree=chain(3))
+    model = MuseGlimmerAssistantModel.from_pretrained(tmp_path / "assistant")
+    theirs = watch_blocks(model, target)
+    target.model.generate(
+        torch.tensor([[5, 6, 7]]),
+        assistant_model=model,
+        speculation_type="dflash",
+        max_new_tokens=12,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    count = min(len(theirs), len(drafts)) - 2
+    assert count > 3 and theirs[:count] == drafts[:count]
+    import_dflash(tmp_path / "drafter", target)
+    rewrite(tmp_path / "drafter", lambda c: c["dflash_config"].pop("input_embedding_scale"))
+    with pytest.raises(UserError, match="its input_embedding_scale is None"):
+        import_dflash(tmp_path / "drafter", target)
+
+
+def test_a_smaller_block_is_what_a_drafter_of_that_size_drafts(target, folder):
+    short = load_drafter(folder, target)
+    short.depth = 2
+    other = DFlash(short.config.model_copy(update={"block_size": 3}), target, None)
+    other.load_native(short.native_tensors())
+    options = dict(sampling=Sampling(), max_new_tokens=12, tree=chain(2))
+    one, two = (decode(target, drafter, [1, 2, 3], **options) for drafter in (short, other.eval()))
+    assert one.tokens == two.tokens
+    assert [r.accepted for r in one.rounds] == [r.accepted for r in two.rounds]
+    assert short.native_config({})["block_size"] == 3
+
+
+# --- speculators' layout ---
+
+
+@pytest.fixture
+def speculators(folder, tmp_path):
+    export_speculators(
+        folder, tmp_path / "speculators", verifier="org/name", architectures=["LlamaForCausalLM"]
+    )
+    return tmp_path / "speculators"
+
+
+def test_speculators_layout_is_read_back_as_the_same_drafter(target, folder, speculators):
+    config = json.loads((speculators / "config.json").read_text())
+    assert config["aux_hidden_state_layer_ids"] == [1, 3]  # the embedding counts as 0
+    assert config["sliding_window_non_causal"] is True  # vLLM's causality of all layers
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+    want, have = load_drafter(folder, target), import_dflash(speculators, target)
+    assert (have.taps, have.block_size, have.mask_token_id) == ((0, 2), 4, 19)
+    for name, value in want.state_dict().items():
+        assert torch.equal(have.state_dict()[name], value), name
+
+
+def test_defaults_that_speculators_leaves_out_are_qwens(target, speculators):
+    def lean(config):
+        layers = config["transformer_layer_config"]
+        for name in ("attention_bias", "hidden_act", "layer_types", "rope_theta", "rope_scaling"):
+            layers.pop(name)
+
+    rewrite(speculators, lean)
+    check_speculators(speculators)
+    import_dflash(speculators, target)
+
+
+def reduce(folder, target, ids, *, head=None):
+    """As speculators writes a drafter with a vocabulary of its own."""
+    tensors = load_file(folder / "model.safetensors")
+    ids = torch.tensor(ids)
+    chosen = torch.zeros(20, dtype=torch.bool)
+    chosen[ids] = True
+    tensors["d2t"], tensors["t2d"] = ids - torch.arange(len(ids)), chosen
+    tensors["lm_head.weight"] = target.head_weight[ids] if head is None else head
+    save_file(tensors, folder / "model.safetensors")
+    rewrite(folder, lambda c: c.update(draft_vocab_size=len(ids)))
+
+
+def test_a_reduced_vocabulary_of_speculators_is_read(target, speculators):
+    reduce(speculators, target, [1, 4, 9])
+    check_speculators(speculators)
+    assert import_dflash(speculators, target).draft_ids.tolist() == [1, 4, 9]
+
+
+def test_a_head_that_is_not_the_targets_is_refused(target, speculators):
+    reduce(speculators, target, [1, 4, 9], head=torch.randn(3, 32))
+    with pytest.raises(UserError, match=r"its lm_head\.weight is not the target's"):
+        import_dflash(speculators, target)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("sliding_window_non_causal", lambda c: c.update(sliding_window_non_causal=False)),
+        ("sample_from_anchor", lambda c: c.update(sample_from_anchor=True)),
+        ("aux_hidden_state_layer_ids", lambda c: c.update(aux_hidden_state_layer_ids=[0, 2])),
+        ("mask_token_id", lambda c: c.update(mask_token_id=20)),
+        ("proposal_methods", lambda c: c.update(block_size=5)),
+        ("verifier", lambda c: c["speculators_config"]["verifier"].update(name_or_path=None)),
+        ("layer_types", lambda c: c["transformer_layer_config"].update(layer_types=["sliding"])),
+        ("d2t, t2d, lm_head.weight", lambda c: c.update(draft_vocab_size=3)),
+        ("fc.weight", lambda c: c.update(aux_hidden_state_layer_ids=[1])),
+        ("is missing", lambda c: c.pop("mask_token_id")),
+    ],
+)
+def test_what_speculators_or_vllm_would_misread_is_named(speculators, name, change):
+    rewrite(speculators, change)
+    with pytest.raises(ValueError, match=name):
+        check_speculators(speculators)
+
+
 def test_another_folder_is_not_exported(tmp_path):
     with pytest.raises(UserError, match="no block drafter"):
         export_assistant(tmp_path, tmp_path / "to")
@@ -189,7 +313,8 @@ def test_a_drafter_made_elsewhere_is_read(target, folder, change):
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (lambda c: c.update(num_key_value_heads=4), "num_key_value_heads is not that"),
+        (lambda c: c.update(hidden_size=64), "hidden_size is not that"),
+        (lambda c: c.update(num_key_value_heads=4), "other tensors"),
         (lambda c: c["rope_parameters"].update(rope_theta=5.0), "rope_parameters is not that"),
         (lambda c: c.update(layer_types=["sliding_attention"] * 2), "sliding layers"),
         (lambda c: c["dflash_config"].pop("mask_token_id"), "has no 'mask_token_id'"),

@@ -18,13 +18,17 @@ from transformers.modeling_layers import MtpModel
 
 from draftsmith.drafters import methods
 from draftsmith.drafters.mtp_files import LAYOUTS, split
+from draftsmith.drafters.mtp_publish import publish
 from draftsmith.drafters.mtp_stitch import stitch
 from draftsmith.drafters.slots import all_roots
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MtpConfig
+from tests.drafted import KINDS as DRAFTERS
+from tests.drafted import write_drafter
 from tests.drafters.test_families import LINEAR, SMALL, every_other
 from tests.drafters.test_mtp import FAMILIES, mtp, packed
+from tests.tiny import tiny_model, tiny_target, tiny_tokenizer
 
 CONFIGS = {
     **{name: FAMILIES[name] for name in ("qwen2", "qwen3", "qwen3next")},
@@ -246,6 +250,29 @@ def test_what_does_not_fit_is_named(tmp_path):
         UserError, match=r"has no MTP layer \(no tensor mtp.fc.weight, model.layers.4"
     ):
         healed(load(tmp_path / "none"))
+
+
+def test_stitching_names_what_does_not_fit_and_writes_nothing(tmp_path):
+    more = {"mtp.extra.weight": torch.zeros(2)}
+    block = checkpoint(tmp_path / "x", "qwen3", "mtp", drop=("mtp.norm.weight",), more=more)
+    weights = {**block.state_dict(), "fc.weight": torch.zeros(3, 3)}
+    said = r"missing norm.weight; unexpected extra.weight; other shapes fc.weight"
+    with pytest.raises(UserError, match=said):
+        stitch(tmp_path / "x", [weights], tmp_path / "y", layers=4, hidden_first=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_only_mtp_drafters_of_the_same_target_are_stitched(tmp_path):
+    target = tiny_target()
+    write_drafter(target, tmp_path / "medusa", DRAFTERS["medusa"])
+    with pytest.raises(UserError, match="is of kind medusa; only mtp layers"):
+        publish(tmp_path / "medusa", tmp_path / "out")
+    write_drafter(target, tmp_path / "mtp", DRAFTERS["mtp"])
+    tiny_model(hidden=64).save_pretrained(tmp_path / "wide")
+    tiny_tokenizer().save_pretrained(tmp_path / "wide")
+    with pytest.raises(UserError, match=r"of another size than .*wide"):
+        publish(tmp_path / "mtp", tmp_path / "out", target=str(tmp_path / "wide"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_copies_of_embedding_and_head_are_left_alone(tmp_path):

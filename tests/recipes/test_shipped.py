@@ -91,6 +91,7 @@ CONDITIONAL = {
     "objective.lk_eta": lambda recipe: recipe.objective.loss == "lk",
     "objective.temperature": lambda recipe: recipe.objective.loss == "kl",
     "optim.wsd_decay": lambda recipe: recipe.optim.schedule == "wsd",
+    "eval.draft_tokens": lambda recipe: is_block(recipe.drafter),
     "eval.drafters": lambda recipe: compares(recipe.eval),
     "eval.rules": lambda recipe: compares(recipe.eval) and recipe.eval.temperature > 0,
     "eval.batches": lambda recipe: compares(recipe.eval),
