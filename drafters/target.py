@@ -5,7 +5,7 @@ import hashlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -148,14 +148,32 @@ class Target:
         return Target(model, tokenizer, name=name, fingerprint=fingerprint)
 
     @torch.no_grad()
-    def states(self, batch: Batch, taps: tuple[int, ...] = ()) -> TargetStates:
+    def states(
+        self, batch: Batch, taps: tuple[int, ...] = (), *, final: bool = True
+    ) -> TargetStates:
         """States of packed rows. Without mask and cache, transformers separates documents by their
         restarting positions, for full, sliding and chunked attention; documents of a target with
-        recurrent states get rows of their own. Taps are 0-based layer outputs."""
+        recurrent states get rows of their own. Taps are 0-based layer outputs.
+
+        final: whether anybody reads the final states. Else the pass ends behind the last tap, and
+        they are NaN.
+        """
+        if not final and not taps:
+            return TargetStates(self.unread(batch))
         if self.layer_types & RECURRENT and bool((batch.documents > 0).any()):
             return self.states_by_document(batch, taps)
         inputs = {"input_ids": batch.ids, "position_ids": batch.positions, "use_cache": False}
-        return self.run(inputs, taps)
+        if final:
+            return self.run(inputs, taps)
+        stack = self.decoder_layers()
+        with tapped(stack, taps, self.layers, last=max(taps)) as layers, suppress(Enough):
+            self.base(**inputs)
+        return TargetStates(self.unread(batch), torch.cat([layers[i] for i in taps], dim=-1))
+
+    def unread(self, batch: Batch) -> Tensor:
+        """What stands for final states [B, T, D] that were not computed: one NaN."""
+        nothing = torch.full((), torch.nan, dtype=self.dtype, device=self.device)
+        return nothing.expand(*batch.ids.shape, self.hidden_size)
 
     def run(self, inputs: dict[str, Any], taps: tuple[int, ...]) -> TargetStates:
         """The decoder on its own arguments."""
@@ -430,9 +448,17 @@ def layer_stack(base: Any, layers: int) -> nn.ModuleList | None:
     return next((stack for stack in found if len(stack) == layers), None)
 
 
+class Enough(Exception):
+    """A pass has gone as far as anybody reads it."""
+
+
 @contextmanager
-def tapped(layers: nn.ModuleList, taps: tuple[int, ...], count: int) -> Iterator[dict[int, Tensor]]:
-    """Collect the outputs of these layers while the block runs."""
+def tapped(
+    layers: nn.ModuleList, taps: tuple[int, ...], count: int, *, last: int | None = None
+) -> Iterator[dict[int, Tensor]]:
+    """Collect the outputs of these layers while the block runs. The one called `last` ends the pass
+    by `Enough`.
+    """
     outputs: dict[int, Tensor] = {}
     bad = [tap for tap in taps if not 0 <= tap <= count - 2]
     if bad:
@@ -444,6 +470,8 @@ def tapped(layers: nn.ModuleList, taps: tuple[int, ...], count: int) -> Iterator
     def keep(index: int) -> Callable[..., None]:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             outputs[index] = output[0] if isinstance(output, tuple) else output
+            if index == last:
+                raise Enough
 
         return hook
 

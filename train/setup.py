@@ -129,11 +129,16 @@ class Training:
         seeds = tuple(row_seed(self.recipe.seed, epoch, row) for row in rows)
         return replace(self.rows.batch(rows), seeds=seeds).to(self.target.device)
 
-    def states(self, rows: Sequence[int], batch: Batch) -> TargetStates:
-        """The target's states of the batch of these rows: computed, or read from the cache."""
-        if self.features is None:
-            return self.target.states(batch, self.drafter.taps)
-        return self.features.states(rows)
+    def states(self, rows: Sequence[int], batch: Batch, *, metrics: bool) -> TargetStates:
+        """The target's states of the batch of these rows: computed, or read from the cache. Only
+        as far as they are read, but for a target that is spread, whose layers run to the end.
+        """
+        if self.features is not None:
+            return self.features.states(rows)
+        taps = self.drafter.taps
+        final = self.drafter.reads_final or self.loss.objective.taught or metrics
+        final = final or (self.processes.target_is_sharded and bool(taps))
+        return self.target.states(batch, taps, final=final)
 
 
 def prepare(recipe: Recipe, run: Path) -> Training:

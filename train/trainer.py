@@ -141,10 +141,10 @@ def micro_batches(t: Training) -> list[tuple[list[int], Batch]]:
 
 def forward(t: Training, rows: list[int], batch: Batch, denominator: Tensor) -> Tensor:
     """A micro-batch's share of the step's loss."""
-    with t.phases.phase("target forward"):
-        states = t.states(rows, batch)
-    bf16 = t.recipe.train.precision == "bf16"
     metrics = is_due(t, t.recipe.train.log_every, ahead=1)
+    with t.phases.phase("target forward"):
+        states = t.states(rows, batch, metrics=metrics)
+    bf16 = t.recipe.train.precision == "bf16"
     with torch.autocast(t.target.device.type, torch.bfloat16, enabled=bf16):
         loss, sums = t.parallel.model(batch, states, metrics=metrics)
     if "overlap" in sums:  # which only some steps have
