@@ -23,7 +23,7 @@ demo: .venv/demo.stamp
 	$(BIN)/draftsmith run $(DEMO)
 
 test: dev
-	$(BIN)/pytest --no-skips
+	$(BIN)/pytest --no-skips -n auto --dist worksteal
 
 lint: dev
 	$(BIN)/ruff check .

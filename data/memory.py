@@ -1,5 +1,6 @@
 """What a batch of answers holds in memory, from the recipe and the target's config alone."""
 
+from draftsmith.drafters.quantised import bytes_per_weight
 from draftsmith.drafters.target import TargetShape
 from draftsmith.recipes.schema import Recipe
 
@@ -19,7 +20,7 @@ def answering_memory(recipe: Recipe, shape: TargetShape, longest: int) -> dict[s
     logits = 4 if distil.temperature == 0 else 12  # filters sort and sum in double precision
     return {
         LIBRARIES: PROGRAM,
-        FROZEN: shape.parameters * width,
+        FROZEN: frozen_bytes(recipe, shape),
         "keys and values": distil.batch_size * positions * shape.cached_numbers * width,
         "target's activations": distil.batch_size
         * longest
@@ -27,6 +28,13 @@ def answering_memory(recipe: Recipe, shape: TargetShape, longest: int) -> dict[s
         * width,
         "logits": distil.batch_size * shape.vocab_size * logits * FULL,
     }
+
+
+def frozen_bytes(recipe: Recipe, shape: TargetShape) -> int:
+    """The target's weights: linear layers may be quantised, the rest has the target's dtype."""
+    width, inner = BYTES[recipe.target.dtype], shape.linear_parameters
+    method = recipe.target.load_in or shape.quantisation
+    return (shape.parameters - inner) * width + round(inner * bytes_per_weight(method, width))
 
 
 def cached_positions(prompt: int, answer: int) -> int:

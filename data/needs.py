@@ -1,6 +1,6 @@
 """What a drafter needs to train: its parameters, and the bytes of a step."""
 
-from draftsmith.data.memory import BYTES, FROZEN, FULL, LIBRARIES, PROGRAM, WIDEST
+from draftsmith.data.memory import BYTES, FROZEN, FULL, LIBRARIES, PROGRAM, WIDEST, frozen_bytes
 from draftsmith.drafters.draft_model import called
 from draftsmith.drafters.shallow import spread
 from draftsmith.drafters.target import TargetShape, describe
@@ -65,7 +65,7 @@ def estimate_memory(recipe: Recipe, shape: TargetShape, trained: int) -> dict[st
     rows = (reduced_rows(drafter) or 0) * shape.hidden_size
     return {
         LIBRARIES: PROGRAM,
-        FROZEN: (shape.parameters + rows + ready_parameters(drafter)) * width,
+        FROZEN: frozen_bytes(recipe, shape) + (rows + ready_parameters(drafter)) * width,
         # Weights, gradients and two moments; what projects has its gradient twice more, added up.
         TRAINED: (4 * trained + 2 * projecting(drafter, shape)) * FULL,
         **step_memory(drafter, recipe, shape, positions),

@@ -64,6 +64,7 @@ def make_plan(recipe: Recipe) -> Plan:
     """
     check_steps(recipe)
     check_trackers(recipe)
+    check_graphs(recipe)
     shape = describe(recipe.target)
     check_target(recipe, shape)
     evaluated = prompts_here(recipe, "test")
@@ -149,6 +150,16 @@ def check_trackers(recipe: Recipe) -> None:
                 f"train.trackers: {name} is not installed; "
                 f"run `pip install 'draftsmith[{name}]'` or leave it out"
             )
+
+
+def check_graphs(recipe: Recipe) -> None:
+    """UserError where there are no CUDA graphs."""
+    device = pick_device(recipe.target.device)
+    if recipe.eval.graphs and device.type != "cuda":
+        raise UserError(
+            f"eval.graphs: CUDA graphs need a CUDA device, and the target is on {device}; set it "
+            "to false"
+        )
 
 
 def check_target(recipe: Recipe, shape: TargetShape) -> None:

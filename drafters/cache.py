@@ -33,10 +33,10 @@ class Mark:
 
 
 class TargetCache:
-    """The cache of one decoding: rows of their own lengths."""
+    """The cache of one decoding: rows of their own lengths. room: see `Extent`."""
 
-    def __init__(self, config: Any) -> None:
-        self.extent = Extent()
+    def __init__(self, config: Any, room: int | None = None) -> None:
+        self.extent = Extent(room)
         layers = [layer_like(one, self.extent) for one in DynamicCache(config=config).layers]
         self.hold(layers)
 
@@ -106,7 +106,7 @@ class TargetCache:
     def part(self, rows: Tensor) -> "TargetCache":
         """A cache of copies of these rows."""
         other = copy.copy(self)
-        other.extent = Extent()
+        other.extent = Extent(self.extent.room)
         other.extent.set(self.lengths)
         layers = [copy.copy(layer) for layer in self.cache.layers]
         for layer in layers:

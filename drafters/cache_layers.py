@@ -21,9 +21,14 @@ from transformers.cache_utils import (
 
 
 class Extent:
-    """How much of every row is live, and where this pass writes; all layers share it."""
+    """How much of every row is live, and where this pass writes; all layers share it.
 
-    def __init__(self) -> None:
+    room: columns that every pass reads, live or not, so that all passes have one shape; None: as
+    many as are live.
+    """
+
+    def __init__(self, room: int | None = None) -> None:
+        self.room = room
         self.lengths: list[int] = []  # per row; empty before the first pass
         self.longest = 0
         self.starts: Tensor | int = 0  # of this pass: [B, 1], or the one length that all rows have
@@ -38,12 +43,18 @@ class Extent:
         """Prepare to write `count` entries behind every row."""
         if not self.lengths:
             self.set([0] * batch)
+        if self.longest + count > self.width(count):
+            raise ValueError(f"{self.longest + count} positions do not fit a room of {self.room}")
         self.rows = self.columns = None
         self.starts = self.longest
-        if min(self.lengths) < self.longest:
+        if self.room is not None or min(self.lengths) < self.longest:
             self.starts = torch.tensor(self.lengths, device=device)[:, None]
             self.rows = torch.arange(batch, device=device)[:, None]
             self.columns = self.starts + torch.arange(count, device=device)
+
+    def width(self, count: int) -> int:
+        """Columns that a pass of `count` tokens reads, its own among them."""
+        return self.longest + count if self.room is None else self.room
 
 
 class BufferedLayer(DynamicLayer):
@@ -64,7 +75,7 @@ class BufferedLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Append, and return everything live. The signature is transformers'."""
         extent, count = self.extent, key_states.shape[-2]
-        end = extent.longest + count
+        end = extent.width(count)
         self.reserve(key_states, value_states, end)
         for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
             if extent.columns is None:
@@ -77,7 +88,7 @@ class BufferedLayer(DynamicLayer):
     def reserve(self, keys: Tensor, values: Tensor, end: int) -> None:
         """Room for `end` entries, and for as many again when there was none."""
         if not self.buffers:
-            room = max(64, 2 * end)
+            room = max(64, 2 * end) if self.extent.room is None else end
             self.buffers = [new_buffer(one, room) for one in (keys, values)]
             self.is_initialized = True
         elif end > self.buffers[0].shape[-2]:
@@ -90,7 +101,7 @@ class BufferedLayer(DynamicLayer):
     def get_mask_sizes(self, query_length: Any, *args: Any) -> tuple[int, int]:
         """Key length and offset after `query_length` more tokens."""
         count = query_length if isinstance(query_length, int) else int(query_length.shape[0])
-        return self.extent.longest + count, 0
+        return self.extent.width(count), 0
 
     def gather(self, rows: Tensor, source: Tensor, to: Tensor) -> None:
         """Copy entries `source` [B, P] of rows [B, 1] to columns `to` [B, P]."""

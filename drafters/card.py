@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from draftsmith.drafters.quantised import NONE
+
 CARD = """---
 base_model: {model}
 library_name: draftsmith
@@ -15,7 +17,7 @@ output.
 
 | | |
 |---|---|
-| target | `{model}`, weights {origin}, states in {dtype} |
+| target | `{model}`, weights {origin}{quantised}, states in {dtype} |
 {knobs}
 | draft vocabulary | {vocabulary} |
 
@@ -55,6 +57,9 @@ def model_card(meta: dict[str, Any]) -> str:
     return CARD.format(
         model=target["model"],
         origin=target["origin"],
+        quantised=""
+        if target.get("quantisation", NONE) == NONE
+        else f", linear layers in {target['quantisation']}",
         dtype=target["dtype"],
         kind=drafter["kind"],
         knobs="\n".join(f"| {name} | {value} |" for name, value in shown.items()),

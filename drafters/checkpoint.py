@@ -24,7 +24,7 @@ from torch import Tensor
 
 from draftsmith.drafters.card import model_card
 from draftsmith.drafters.methods import CONFIGS, Drafter, build
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.target import Target, remembered
 from draftsmith.drafters.tree import Tree
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import sync, write_text
@@ -192,7 +192,7 @@ def check_target(meta: dict[str, Any], target: Target, folder: Path) -> None:
     if target.tokenizer is not None:
         same.append("template")
     now = {**target.fingerprint, "hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-    trained = {"content": now["content"], **meta["target"]}  # older drafters do not name it
+    trained = remembered(meta["target"], target.fingerprint)
     differing = [
         f"{key} {trained.get(key)} / {now[key]}" for key in same if trained.get(key) != now[key]
     ]
@@ -207,6 +207,8 @@ def check_target(meta: dict[str, Any], target: Target, folder: Path) -> None:
         for key in ("model", "revision", "origin", "content")
         if trained.get(key) != now[key] != "none"  # a model in memory does not say it all
     ]
+    if trained["quantisation"] != now["quantisation"]:
+        unlike.append(f"quantisation {trained['quantisation']} / {now['quantisation']}")
     if unlike:
         log.warning(
             "%s was trained for another target (%s; trained / given); its drafts may be poor",

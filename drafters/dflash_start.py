@@ -7,8 +7,6 @@ have the length sqrt(d). Biases of projections are left out. The context has one
 layers, the mean of theirs.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -47,41 +45,36 @@ def start_from_target(
             f"drafter.layers: {len(layers)} is more than the {target.layers} of {target.name}; "
             "give fewer, or start: random"
         )
-    stack = target.decoder_layers()
-    chosen = [stack[at] for at in spread(target.layers, len(layers))]
-    for layer, source in zip(layers, chosen, strict=True):
+    norms = []
+    for layer, place in zip(layers, spread(target.layers, len(layers)), strict=True):
+        source = target.layer_state(place)
         copy_layer(layer, source, target.name)
-    copy(norm, target.base.norm, "norm", target.name)
-    weight_of(hidden_norm).copy_(torch.stack([norm_of(one) for one in chosen]).mean(0))
+        norms.append(source["input_layernorm.weight"].float())
+    copy(norm, dict(target.base.norm.state_dict()), "", target.name)
+    weight_of(hidden_norm).copy_(torch.stack(norms).mean(0))
     taps = fc.in_features // fc.out_features
     fc.weight.copy_(torch.eye(fc.out_features).repeat(1, taps) / taps)
 
 
-def copy_layer(layer: nn.Module, source: nn.Module, name: str) -> None:
+def copy_layer(layer: nn.Module, source: dict[str, Tensor], name: str) -> None:
     """A target's layer into a drafter's."""
     assert isinstance(layer, DraftLayer)
-    modules = dict(source.named_modules())
     for path in COPIED:
-        copy(layer.get_submodule(path), modules.get(path), path, name)
+        copy(layer.get_submodule(path), source, f"{path}.", name)
     for path in WHERE_PRESENT:
-        if path in modules:
-            copy(layer.get_submodule(path), modules[path], path, name)
+        if f"{path}.weight" in source:
+            copy(layer.get_submodule(path), source, f"{path}.", name)
 
 
-def copy(to: nn.Module, source: nn.Module | None, path: str, name: str) -> None:
-    """A weight of the same shape, de-quantised by nobody. Raises UserError."""
-    weight = None if source is None else dict(source.named_parameters()).get("weight")
+def copy(to: nn.Module, source: dict[str, Tensor], prefix: str, name: str) -> None:
+    """The weight under this prefix, of the same shape. Raises UserError."""
+    weight = source.get(f"{prefix}weight")
     if weight is None or weight.shape != weight_of(to).shape:
         raise UserError(
-            f"drafter.start: the layers of {name} have no {path} of a Llama's shape, from which a "
-            "drafter could start; use start: random"
+            f"drafter.start: the layers of {name} have no {prefix or 'norm.'}weight of a Llama's "
+            "shape, from which a drafter could start; use start: random"
         )
     weight_of(to).copy_(weight)
-
-
-def norm_of(layer: Any) -> Tensor:
-    """The weight of a layer's first norm, fp32."""
-    return weight_of(layer.input_layernorm).float()
 
 
 def weight_of(module: nn.Module) -> Tensor:

@@ -141,7 +141,7 @@ def initialise(block: MtpBlock, target: Target, *, copied: bool) -> None:
             if value.ndim > 1:
                 value.normal_(std=deviation)
         return
-    block.layer.load_state_dict(target.decoder_layers()[block.place].state_dict())
+    block.layer.load_state_dict(target.layer_state(block.place))
     final, wanted = usual_states(target, block.place)
     scale = target.base.norm(torch.ones_like(final[:1]))[0].float()
     undone = scale / (scale**2 + 1e-6)  # a weight of 0 stays one

@@ -43,6 +43,7 @@ def shallow_copy(target: Target, layers: int, *, own: bool) -> Any:
 def shallow_config(config: Any, chosen: list[int]) -> Any:
     """The config with these layers alone; lists with one entry per layer are cut likewise."""
     small = copy.deepcopy(config)
+    vars(small).pop("quantization_config", None)  # copies are plain
     text = small.get_text_config()
     total = text.num_hidden_layers
     for name, value in text.to_dict().items():
@@ -61,7 +62,7 @@ def renumbered(target: Target, chosen: list[int]) -> dict[str, Tensor]:
         if not name.startswith(prefix):
             state[name] = value
     for place, layer in enumerate(chosen):
-        for name, value in stack[layer].state_dict().items():
+        for name, value in target.layer_state(layer).items():
             state[f"{prefix}{place}.{name}"] = value
     return state
 

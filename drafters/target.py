@@ -1,5 +1,6 @@
 """The target: a Hugging Face causal language model, frozen, with what drafters need from it."""
 
+import copy
 import hashlib
 import inspect
 import re
@@ -22,7 +23,19 @@ from draftsmith.drafters.cache import Mark, TargetCache
 from draftsmith.drafters.content import folder_content
 from draftsmith.drafters.geometry import Geometry, geometry_of
 from draftsmith.drafters.layout import Nodes, chain_nodes
+from draftsmith.drafters.quantised import (
+    NONE,
+    check_quantiser,
+    check_spread,
+    check_twice,
+    load_options,
+    plain_state,
+    plain_weight,
+    quantisation_of,
+    settle,
+)
 from draftsmith.drafters.reach import layer_types, mask_refusal, masks, reaches
+from draftsmith.drafters.sharding import own_part, shard, whole
 from draftsmith.drafters.slots import Batch, TargetStates
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import user_path
@@ -46,8 +59,10 @@ class TargetShape:
     parameters: int
     layer_parameters: tuple[int, ...]  # of every decoder layer; empty where they are no stack
     embedding_parameters: int  # and of the head, where it is not tied to the embedding
+    linear_parameters: int  # of the decoder's linear layers, which quantisation takes
     template: str | None
     geometry: Geometry  # of its layers
+    quantisation: str = NONE  # of the checkpoint itself
 
 
 class Target:
@@ -66,11 +81,12 @@ class Target:
         )
         model.requires_grad_(False)
         model.eval()
+        settle(model)
         self.base = model.get_decoder()
         if self.base is model:  # Llama 4's is not where transformers looks
             self.base = model.model
         self.config = model.config.get_text_config()
-        self.head_weight: Tensor = model.get_output_embeddings().weight  # [V, D]
+        self.head_weight = dense_head(model)  # [V, D]
         self.embedding: Tensor = model.get_input_embeddings().weight  # [V, D]
         self.vocab_size, self.hidden_size = self.head_weight.shape
         self.layers = int(self.config.num_hidden_layers)
@@ -87,8 +103,12 @@ class Target:
         self.check_head()
 
     @staticmethod
-    def load(config: TargetConfig) -> "Target":
-        """Load by built-in name, folder or Hub id. Raises UserError when that cannot work."""
+    def load(config: TargetConfig, *, sharded: bool = False) -> "Target":
+        """Load by built-in name, folder or Hub id. Raises UserError when that cannot work.
+
+        sharded: the decoder layers are spread over the processes, all of which call this.
+        """
+        check_quantiser(config)
         source, device = locate(config), pick_device(config.device)
         options: dict[str, Any] = {
             "revision": config.revision,
@@ -96,11 +116,28 @@ class Target:
         }
         with hub_errors(config.model):
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                source, dtype=getattr(torch, config.dtype), use_safetensors=True, **options
-            )
+            found = AutoConfig.from_pretrained(source, **options)
+            check_twice(config, found)
+            check_spread(config, found, sharded=sharded)
+            dtype = {"dtype": getattr(torch, config.dtype)}
+            quantised = load_options(config, device)
+
+            def read() -> Any:
+                return AutoModelForCausalLM.from_pretrained(
+                    source, use_safetensors=True, **dtype, **options, **quantised
+                )
+
+            def outline() -> Any:
+                trust = config.trust_remote_code
+                with torch.device("meta"):
+                    return AutoModelForCausalLM.from_config(found, trust_remote_code=trust, **dtype)
+
+            if sharded:
+                model = shard(read, outline, stack_of, device)
+            else:  # what is quantised while it is read is where it belongs
+                model = read() if quantised else read().to(device)
         fingerprint = make_fingerprint(config, model, tokenizer)
-        return Target(model.to(device), tokenizer, name=config.model, fingerprint=fingerprint)
+        return Target(model, tokenizer, name=config.model, fingerprint=fingerprint)
 
     @staticmethod
     def from_model(model: Any, tokenizer: Any, *, name: str) -> "Target":
@@ -126,7 +163,8 @@ class Target:
         with tapped(stack, taps, self.layers) as layers:
             output = self.base(**inputs)
         stacked = torch.cat([layers[i] for i in taps], dim=-1) if taps else None
-        return TargetStates(output.last_hidden_state, stacked)
+        # Quantised layers may give back another dtype than they were given.
+        return TargetStates(output.last_hidden_state.to(self.dtype), stacked)
 
     def states_by_document(self, batch: Batch, taps: tuple[int, ...]) -> TargetStates:
         """`states` with one row per document, padded at the end; states of padding are 0."""
@@ -155,6 +193,13 @@ class Target:
                 "copies need one"
             )
         return stack
+
+    def layer_state(self, place: int) -> dict[str, Tensor]:
+        """A decoder layer's tensors by name, whole and de-quantised. Of a spread target every
+        process calls it.
+        """
+        state = plain_state(self.decoder_layers()[place], self.name)
+        return {name: whole(value) for name, value in state.items()}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final states [..., D] -> logits [..., V] with the model's own scale and soft-cap."""
@@ -186,6 +231,12 @@ class Target:
         taps: tuple[int, ...] = (),
     ) -> TargetStates:
         """`step` without its checks."""
+        states = self.run(self.pass_inputs(ids, cache, nodes), taps)
+        cache.close(ids.shape[1])
+        return states
+
+    def pass_inputs(self, ids: Tensor, cache: TargetCache, nodes: Nodes | None) -> dict[str, Any]:
+        """The decoder's arguments for one pass, for which the cache is opened."""
         batch, count = ids.shape
         nodes = nodes or chain_nodes(count, ids.device)
         extent = cache.open(batch, count, ids.device)
@@ -194,18 +245,15 @@ class Target:
         # of 64 rows at a context of 200: 0.51 s and 0.22 s).
         several = batch > 1 and extent.longest > 0 and self.device.type == "cpu"
         always = several and mask_refusal(self.config) is None
-        where = extent.starts, extent.longest
+        where = extent.starts, extent.width(count) - count
         mask = masks(self.reach, nodes, positions, *where, always=always)
-        inputs = {
+        return {
             "input_ids": ids,
             "position_ids": positions,
             "attention_mask": None if mask is None else self.as_attention_mask(mask),
             "use_cache": True,
             self.cache_argument: cache.cache,
         }
-        states = self.run(inputs, taps)
-        cache.close(count)
-        return states
 
     def prefill(
         self, ids: Tensor, lengths: Tensor, cache: TargetCache, *, taps: tuple[int, ...] = ()
@@ -326,7 +374,9 @@ class Target:
         """Refuse a model with a NaN anywhere: the row of a rare token may not be read for hours."""
         for name, value in self.model.named_parameters():
             # NaN is passed on by both extremes, which take a twentieth of isfinite's time.
-            if value.dtype in FLOATS and not all(bool(end.isfinite()) for end in value.aminmax()):
+            mine = own_part(value)
+            ends = mine.aminmax() if value.dtype in FLOATS and mine.numel() else ()
+            if not all(bool(end.isfinite()) for end in ends):
                 raise UserError(
                     f"{self.name}: its weight {name} holds NaN or infinite numbers: the file is "
                     "damaged or was written half; restore the model"
@@ -354,6 +404,18 @@ class Target:
                 "unknown logit scale, a head bias or a padded head); supported: logit_scale, "
                 "logits_scaling, final_logit_softcapping"
             )
+
+
+def stack_of(model: Any) -> nn.ModuleList:
+    """A model's decoder layers. Raises UserError where they are no stack."""
+    base, count = model.get_decoder(), model.config.get_text_config().num_hidden_layers
+    found = layer_stack(model.model if base is model else base, count)
+    if found is None:
+        raise UserError(
+            f"target.model: no stack of {count} decoder layers found, which could be spread over "
+            "processes; use --accelerate ddp or zero2"
+        )
+    return found
 
 
 def layer_stack(base: Any, layers: int) -> nn.ModuleList | None:
@@ -385,6 +447,15 @@ def tapped(layers: nn.ModuleList, taps: tuple[int, ...], count: int) -> Iterator
     finally:
         for handle in handles:
             handle.remove()
+
+
+def dense_head(model: Any) -> Tensor:
+    """The head's weight [V, D]. That of a checkpoint with a quantised head is de-quantised."""
+    head: nn.Module = model.get_output_embeddings()
+    weight = plain_weight(head)
+    if weight is head.weight:
+        return weight
+    return nn.Parameter(weight.to(model.dtype), requires_grad=False)
 
 
 def logit_adjustment(config: dict[str, Any]) -> Callable[[Tensor], Tensor]:
@@ -425,7 +496,13 @@ def make_fingerprint(
         "origin": builtin.origin if builtin else "as published",
         "template": hashlib.sha256(str(template).encode()).hexdigest()[:16],
         "content": "none" if folder is None else folder_content(folder),
+        "quantisation": quantisation_of(model.config),
     }
+
+
+def remembered(stored: dict[str, Any], now: dict[str, str]) -> dict[str, Any]:
+    """A fingerprint that was written earlier, with what older ones do not say."""
+    return {"content": now["content"], "quantisation": NONE, **stored}
 
 
 def hub_commit(model: str) -> str | None:
@@ -511,6 +588,7 @@ def hub_errors(name: str) -> Iterator[None]:
 def describe(config: TargetConfig) -> TargetShape:
     """Read a target's shape from its config alone; no weights are loaded."""
     pick_device(config.device)
+    check_quantiser(config)
     if config.model in BUILTINS:
         return shape_of(builtin_config(config.model), BUILTINS[config.model].template)
     options: dict[str, Any] = {
@@ -520,13 +598,16 @@ def describe(config: TargetConfig) -> TargetShape:
     source = locate(config)
     with hub_errors(config.model):
         loaded = AutoConfig.from_pretrained(source, **options)
+        check_twice(config, loaded)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         trust = config.trust_remote_code
         return shape_of(loaded, tokenizer.chat_template, trust_remote_code=trust)
 
 
 def shape_of(config: Any, template: Any, *, trust_remote_code: bool = False) -> TargetShape:
-    """Count parameters on the meta device."""
+    """Count parameters on the meta device, quantised or not."""
+    quantisation, config = quantisation_of(config), copy.deepcopy(config)
+    vars(config).pop("quantization_config", None)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
@@ -535,6 +616,7 @@ def shape_of(config: Any, template: Any, *, trust_remote_code: bool = False) -> 
     size = values.get("head_dim") or text.hidden_size // text.num_attention_heads
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     stack = layer_stack(model.get_decoder(), text.num_hidden_layers) or nn.ModuleList()
+    inner = [one for one in model.get_decoder().modules() if isinstance(one, nn.Linear)]
     tied = bool(text.tie_word_embeddings)
     return TargetShape(
         vocab_size=head.shape[0],
@@ -547,4 +629,6 @@ def shape_of(config: Any, template: Any, *, trust_remote_code: bool = False) -> 
         embedding_parameters=embedding.numel() + (0 if tied else head.numel()),
         template=template if template is None or isinstance(template, str) else str(template),
         geometry=geometry_of(text),
+        linear_parameters=sum(one.weight.numel() for one in inner),
+        quantisation=quantisation,
     )

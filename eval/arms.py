@@ -1,13 +1,14 @@
 """Arms: every way of decoding that a report compares, and why some are not among them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from draftsmith.drafters.methods import Drafter
 from draftsmith.drafters.proposal import Draw
 from draftsmith.drafters.sampler import Sampling
+from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree
 from draftsmith.eval.rules import RULES
 from draftsmith.eval.verify import RuleSpec, point_mass
@@ -17,6 +18,7 @@ from draftsmith.recipes.schema import EvalConfig, PromptLookupConfig
 PLAIN, GENERATE = "plain", "transformers.generate"
 ASSISTED, LOOKUP = "transformers assisted", "transformers prompt lookup"
 LOOKUP_TOKENS = "prompt_lookup_num_tokens"  # transformers' name, by which its lookup is told
+GRAPHS = ", CUDA graphs"  # a name's mark of recorded passes
 TOKEN_RULES = ("multi_step", "without_replacement", "k_sequential")  # token rejection on a chain
 AT_ZERO = ("lenient",)  # rules of sampling that say something at temperature 0 too
 
@@ -36,6 +38,7 @@ class Arm:
     draw: Draw = "point"
     assistance: Mapping[str, Any] | None = None  # what `transformers` drafts with
     batch: int = 1  # prompts that are decoded together
+    target: Target | None = None  # that decodes in the place of the report's: one that is recorded
 
     @property
     def acceptance(self) -> str:
@@ -84,12 +87,18 @@ def sampling_of(config: EvalConfig) -> Sampling | None:
 
 
 def make_grid(
-    candidates: Sequence[Candidate], config: EvalConfig, *, prompts: int, follows: bool = False
+    candidates: Sequence[Candidate],
+    config: EvalConfig,
+    *,
+    prompts: int,
+    follows: bool = False,
+    recorded: Target | None = None,
 ) -> Grid:
     """Every drafter by every shape, rule, temperature and batch size, and what they are held to.
 
     follows: whether the target has states that follow one path of tokens, so that it takes no
-    trees.
+    trees. recorded: the target with passes that are recorded, by which batches of one are decoded
+    as well.
     """
     grid, sampled = Grid(), sampling_of(config)
     for batch in config.batches:
@@ -109,12 +118,24 @@ def make_grid(
                         grid.skipped[name] = "the target's recurrent states take no trees"
                         continue
                     add_drafted(grid, candidate, shape, tree, config.rules, plain)
+    if recorded is not None:
+        grid.arms.extend([graphed(arm, recorded) for arm in grid.arms if may_be_graphed(arm)])
     if not grid.arms:
         raise UserError(
             f"eval.batches: {list(config.batches)} are all more than the {prompts} prompts; give a "
             "smaller batch size, or more prompts (eval.prompts)"
         )
     return grid
+
+
+def may_be_graphed(arm: Arm) -> bool:
+    """Recorded passes are of one prompt, and of our loop."""
+    return arm.batch == 1 and arm.engine == "draftsmith"
+
+
+def graphed(arm: Arm, recorded: Target) -> Arm:
+    """The same arm by recorded passes."""
+    return replace(arm, name=arm.name + GRAPHS, baseline=arm.baseline + GRAPHS, target=recorded)
 
 
 def heated(sampling: Sampling) -> str:

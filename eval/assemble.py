@@ -1,6 +1,6 @@
 """From trials, checks and costs to the report's arms and samples."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from draftsmith.data.dataset import Document
 from draftsmith.drafters.methods import Drafter
+from draftsmith.drafters.quantised import NONE
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree
 from draftsmith.eval.arms import Arm
@@ -209,7 +210,7 @@ def arm_report(
         top_k=arm.sampling.top_k,
         batch=arm.batch,
         dtype=str(target.dtype).removeprefix("torch."),
-        quantisation=f"weights {target.fingerprint['origin']}",
+        quantisation=told_quantisation(target.fingerprint),
         device=str(target.device),
         threads=torch.get_num_threads(),
         baseline=arm.baseline,
@@ -246,6 +247,13 @@ def arm_report(
         drafter_bytes=drafter_bytes(arm.drafter, target),
         quality=quality,
     )
+
+
+def told_quantisation(fingerprint: Mapping[str, str]) -> str:
+    """What was done to the target's weights before it came here, and here."""
+    here = fingerprint["quantisation"]
+    kept = "" if here == NONE else f", linear layers in {here}"
+    return f"weights {fingerprint['origin']}{kept}"
 
 
 def drafted_share(trials: Sequence[Trial]) -> float:

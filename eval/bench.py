@@ -124,7 +124,7 @@ def run_arm(
             target, prompts, max_new_tokens=max_new_tokens, assistance=arm.assistance
         )
     return decode_batch(
-        target,
+        arm.target or target,
         arm.drafter,
         prompts,
         sampling=arm.sampling,

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 
+from draftsmith.drafters.quantised import NONE
 from draftsmith.drafters.target import Target
+from draftsmith.eval.arms import GRAPHS
 from draftsmith.eval.bench import BenchPrompt
 from draftsmith.eval.report import ArmReport
 from draftsmith.eval.subjects import Subject
@@ -60,8 +62,13 @@ def notes(
     dropped: Mapping[str, int],
 ) -> list[str]:
     """What a reader must know before quoting a figure."""
-    origin = target.fingerprint["origin"]
+    origin, kept = target.fingerprint["origin"], target.fingerprint["quantisation"]
     found = [f"The target's weights: {origin}."]
+    if kept != NONE:
+        found.append(
+            f"The target's linear layers are in {kept}, its embedding, norms and head in "
+            f"{target.fingerprint['dtype']}: figures are of this target."
+        )
     if origin.startswith("de-quantised"):
         found.append("De-quantised weights are not the published ones: figures are of this target.")
     for subject in subjects:
@@ -104,3 +111,14 @@ def winners(arms: Sequence[ArmReport]) -> list[str]:
             f"{where}: the fastest exact arm is {best.name}, {best.speedup:.2f}x; {certain}."
         )
     return found
+
+
+def launch_notes(arms: Sequence[ArmReport]) -> list[str]:
+    """What plain steps gain by being recorded: the time that launching kernels takes."""
+    steps = {arm.name: sum(arm.milliseconds.values()) for arm in arms if arm.drafter is None}
+    return [
+        f"{name}: {100 * (1 - steps[name + GRAPHS] / eager):.0f} % of a step's {eager:.1f} ms is "
+        f"launching kernels; as a CUDA graph it takes {steps[name + GRAPHS]:.1f} ms."
+        for name, eager in steps.items()
+        if name + GRAPHS in steps and eager > 0
+    ]

@@ -17,7 +17,7 @@ from draftsmith.drafters.methods import Drafter, build
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree, chain
 from draftsmith.eval.arms import Arm, Candidate, greedy_arms
-from draftsmith.eval.assemble import documents_of, judge_greedy
+from draftsmith.eval.assemble import documents_of, judge_greedy, told_quantisation
 from draftsmith.eval.bench import BenchPrompt, run_arm
 from draftsmith.eval.check import Answer, Divergence, greedy_divergences
 from draftsmith.eval.prompts import evaluation_prompts
@@ -176,7 +176,7 @@ def check(subject: Subject) -> bool:
     prompts, _ = evaluation_prompts(target, recipe)
     findings = examine(recipe, target, arms, prompts)
     print(
-        f"\n{target.name} (weights {target.fingerprint['origin']}), {recipe.target.dtype}, "
+        f"\n{target.name} ({told_quantisation(target.fingerprint)}), {recipe.target.dtype}, "
         f"{len(prompts)} prompts, at most {recipe.eval.max_new_tokens} tokens each"
     )
     passed = [finding.passed(target.dtype) for finding in findings]

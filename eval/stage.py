@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from draftsmith.data.plan import check_graphs
 from draftsmith.drafters.checkpoint import META, read_metadata, update_metadata
+from draftsmith.drafters.recorded import RecordedTarget
 from draftsmith.drafters.target import RECURRENT, Target, is_path, local_folder
 from draftsmith.drafters.tree import Tree, chain, expansion
 from draftsmith.eval.arms import Arm, Candidate, Grid, make_grid
@@ -24,7 +26,7 @@ from draftsmith.eval.assemble import (
     sample_of,
 )
 from draftsmith.eval.bench import BenchPrompt, measure
-from draftsmith.eval.conditions import conditions, notes, winners
+from draftsmith.eval.conditions import conditions, launch_notes, notes, winners
 from draftsmith.eval.costs import measure_costs
 from draftsmith.eval.lossy import judged_arms, quality_from
 from draftsmith.eval.prompts import evaluation_prompts
@@ -47,7 +49,7 @@ from draftsmith.eval.tune import Calibration, Choice, choice_from, choose_tree, 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.load import override_recipe
 from draftsmith.recipes.provenance import versions
-from draftsmith.recipes.schema import EvalConfig, Recipe
+from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.stages import EVALUATION, ROUNDING
 
 SAMPLES = 4
@@ -93,7 +95,7 @@ def evaluate(recipe: Recipe, run: Path) -> Path:
     """Measure run/drafter, and those of eval.drafters, on the evaluation prompts; writes
     run/report, returns the HTML's path.
     """
-    prepare(recipe.eval)
+    prepare(recipe)
     folder = run / "drafter"
     meta = read_metadata(folder)  # before the target's weights are loaded
     entries = find_entries(recipe.eval.drafters)
@@ -116,7 +118,7 @@ def evaluate_checkpoint(folder: Path, recipe: Recipe, report: Path) -> Path:
     entries = [find_entry(str(folder)), *find_entries(recipe.eval.drafters)]
     check_same_target(entries, read_metadata(folder)["target"], str(folder))
     check_writable(report)
-    prepare(recipe.eval)
+    prepare(recipe)
     target = Target.load(recipe.target)
     subjects = load_subjects(entries, target, [])
     return evaluate_job(Job(recipe, target, subjects, report, folder.parent / "log.jsonl"))
@@ -166,10 +168,12 @@ def check_place(trained: Mapping[str, Any], recipe: Recipe, folder: Path) -> Non
         )
 
 
-def prepare(config: EvalConfig) -> None:
+def prepare(recipe: Recipe) -> None:
     """Torch threads, when the recipe fixes them; and a served engine must answer now, not in an
     hour.
     """
+    config = recipe.eval
+    check_graphs(recipe)
     if config.served is not None:
         find_model(config.served.rstrip("/"))
     if config.threads is not None:
@@ -197,7 +201,8 @@ def measure_job(job: Job) -> Measured:
     choices = choose_trees(job, context, results)
     candidates = [candidate_of(job, subject, choices) for subject in job.subjects]
     follows = bool(job.target.layer_types & RECURRENT)
-    grid = make_grid(candidates, config, prompts=len(prompts), follows=follows)
+    recorded = recorded_target(job, candidates, lengths[-1]) if config.graphs else None
+    grid = make_grid(candidates, config, prompts=len(prompts), follows=follows, recorded=recorded)
     costs = {
         arm.name: arm_cost(job, arm, context, results)
         for arm in grid.arms
@@ -213,6 +218,12 @@ def measure_job(job: Job) -> Measured:
         seed=job.recipe.seed,
     )
     return Measured(grid, prompts, dropped, context, choices, costs, trials, results)
+
+
+def recorded_target(job: Job, candidates: Sequence[Candidate], longest: int) -> RecordedTarget:
+    """The target with passes that are recorded, and room for the longest prompt and its answer."""
+    nodes = max(max(one.chain.nodes, one.tree.nodes) for one in candidates)
+    return RecordedTarget(job.target, longest + job.recipe.eval.max_new_tokens + 2 * (nodes + 1))
 
 
 def circumstances(job: Job, prompts: Sequence[BenchPrompt]) -> dict[str, Any]:
@@ -273,7 +284,7 @@ def arm_cost(job: Job, arm: Arm, context: int, results: Results) -> RoundCost:
 
     def find() -> Any:
         (cost,) = measure_costs(
-            job.target,
+            arm.target or job.target,
             drafter,
             [tree],
             context=context,
@@ -303,6 +314,7 @@ def make_report(job: Job, measured: Measured) -> Report:
         conditions=conditions(job.recipe, job.target, measured.prompts, measured.context),
         notes=[
             *winners(arms),
+            *launch_notes(arms),
             *notes(job.target, job.subjects, measured.choices, measured.dropped),
         ],
         arms=arms,

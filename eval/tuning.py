@@ -41,7 +41,7 @@ def tune(folder: Path, recipe: Recipe) -> Shape:
     """Choose, write the choice into the drafter's metadata, and print what was compared."""
     if not recipe.drafter.walks:
         raise UserError(f"{folder}: merged trees of several models have no shape to choose")
-    prepare(recipe.eval)
+    prepare(recipe)
     documents = held_out_documents(recipe, folder.parent)
     target = Target.load(recipe.target)
     drafter = load_drafter(folder, target)

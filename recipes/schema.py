@@ -39,6 +39,8 @@ class TargetConfig(Block):
     model: Text  # built-in name (`smollm2-135m`), local folder, or Hub id
     revision: str | None = None
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    # quantise the layers while loading, by bitsandbytes; embedding, norms and head stay in `dtype`
+    load_in: Literal["nf4", "int8"] | None = None
     device: str = "auto"  # auto: cuda where there is one, else cpu
     trust_remote_code: bool = False
 
@@ -418,6 +420,7 @@ class TrainConfig(Block):
     feature_cache: bool = (
         False  # keep the target's states on disk; epochs after the first read them
     )
+    patience: Annotated[float, Field(gt=0.0)] = 1800.0  # seconds that processes wait for another
     log_every: Positive = 10
     eval_every: Positive = 200
     save_every: Positive = 200
@@ -447,6 +450,8 @@ class EvalConfig(Block):
     batches: Annotated[
         tuple[Annotated[int, Field(ge=1, le=1024)], ...], Field(min_length=1, max_length=16)
     ] = (1,)
+    # on CUDA, our arms by recorded passes as well (CUDA graphs), one prompt at a time
+    graphs: bool = False
     # a server with OpenAI's API that is measured too, such as http://localhost:8000/v1
     served: Text | None = None
 

@@ -24,6 +24,7 @@ COSMETIC = (
     "train.save_every",
     "train.keep_checkpoints",
     "train.trackers",
+    "train.patience",
 )
 # and these only the order in which numbers are added up: a run may go on with others.
 ROUNDING = ("train.rows_per_micro_batch", "train.chunk", "train.feature_cache", "target.device")

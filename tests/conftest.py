@@ -7,6 +7,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the Hub's client
 from pathlib import Path
 
 import pytest
+import torch
 
 import draftsmith.train
 
@@ -14,6 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # An editable install points at the checkout where it was made: a second clone would test the first.
 FOUND = Path(str(draftsmith.train.__file__)).resolve().parent.parent
 assert FOUND == ROOT, f"the tests of {ROOT} would run the code of {FOUND}; run `make dev` here"
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # one process a core: threads would wait for each other
+    os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start
+    torch.set_num_threads(1)
 
 quiet: list[str] = []  # tests that were skipped though nothing but a package was missing
 
@@ -25,8 +30,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped where there is none."""
-    import torch
-
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

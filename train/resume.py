@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import torch
 from accelerate.utils import gather_object
 from pydantic import ValidationError
-from torch import Tensor, nn
 
 from draftsmith.data.dataset import fingerprint
+from draftsmith.drafters.target import remembered
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.stages import COSMETIC, EVALUATION, ROUNDING
@@ -18,7 +17,6 @@ from draftsmith.train.rng import rng_state, set_rng_state
 from draftsmith.train.setup import Training
 
 FOLDER = "checkpoints"
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 # Knobs that may change between a run and its resumption, and change no weight.
 HARMLESS = ("name", "runs", "eval.", *EVALUATION, *COSMETIC)
 
@@ -36,9 +34,9 @@ def save(t: Training) -> None:
         "rng": gather_object([rng_state()]),
         **identity(t),
     }
+    weights, moments = t.parallel.weights(), t.parallel.moments()
     if t.accelerator.is_main_process:
-        weights = {name: value.detach().cpu() for name, value in t.parameters.items()}
-        snapshot = Snapshot(t.step, weights, moments(t), state)
+        snapshot = Snapshot(t.step, weights, moments, state)
         keep = t.recipe.train.keep_checkpoints
         checkpoint.save(snapshot, t.folder / FOLDER, keep=keep)
     t.accelerator.wait_for_everyone()
@@ -60,10 +58,7 @@ def resume(t: Training) -> None:
 
 def restore(snapshot: Snapshot, t: Training) -> None:
     """Weights, moments, counters and random states as they were."""
-    with torch.no_grad():
-        for name, value in t.parameters.items():
-            value.copy_(snapshot.trainables[name])
-    restore_moments(t, snapshot.optimizer)
+    t.parallel.load(snapshot.trainables, snapshot.optimizer)
     t.step, t.seconds = snapshot.step, snapshot.state["seconds"]
     t.supervised, t.grad_norm = snapshot.state["supervised"], snapshot.state["grad_norm"]
     t.meter.load(snapshot.state["meter"])
@@ -75,31 +70,6 @@ def restore(snapshot: Snapshot, t: Training) -> None:
             f"warning: this run was trained by {len(states)} processes and goes on with "
             f"{t.accelerator.num_processes}: it is the same up to rounding and random draws"
         )
-
-
-def moments(t: Training) -> dict[str, Tensor]:
-    """AdamW's state under the names of its parameters; empty before the first step."""
-    return {
-        f"{kind}.{name}": t.optimizer.state[value][kind].detach().cpu()
-        for name, value in t.parameters.items()
-        if value in t.optimizer.state
-        for kind in MOMENTS
-    }
-
-
-def restore_moments(t: Training, tensors: dict[str, Tensor]) -> None:
-    """Give AdamW its state back, in fp32."""
-    names = {id(value): name for name, value in t.parameters.items()}
-    ordered: list[nn.Parameter] = [p for g in t.optimizer.param_groups for p in g["params"]]
-    state = {
-        index: {kind: tensors[f"{kind}.{names[id(value)]}"] for kind in MOMENTS}
-        for index, value in enumerate(ordered)
-        if f"step.{names[id(value)]}" in tensors
-    }
-    t.optimizer.load_state_dict({**t.optimizer.state_dict(), "state": state})
-    kept = [tensor for slots in t.optimizer.state.values() for tensor in slots.values()]
-    wrong = {tensor.dtype for tensor in (*ordered, *kept)} - {torch.float32}
-    assert not wrong, f"weights and moments must be fp32 after resume, found {wrong}"
 
 
 def identity(t: Training) -> dict[str, Any]:
@@ -125,7 +95,7 @@ def compare(was: dict[str, Any], now: dict[str, Any], t: Training) -> None:
         if before.get(name) != after.get(name) and not name.startswith(HARMLESS)
     }
     rounding = [changes.pop(name) for name in ROUNDING if name in changes]
-    target = {"content": now["target"]["content"], **was["target"]}  # older ones do not name it
+    target = remembered(was["target"], now["target"])
     if target != now["target"]:
         changes["target"] = f"the target {was['target']} -> {now['target']}"
     if was["data"] != now["data"]:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.optimizer import AcceleratedOptimizer
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 
@@ -20,7 +19,7 @@ from draftsmith.drafters.dflash_mask import check_mask_token, propose_mask_token
 from draftsmith.drafters.methods import Learned, build, trainable
 from draftsmith.drafters.projection import Sums
 from draftsmith.drafters.slots import Batch, TargetStates, label_slots
-from draftsmith.drafters.target import Target, pick_device
+from draftsmith.drafters.target import Target, remembered
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import (
     DFlashConfig,
@@ -28,13 +27,16 @@ from draftsmith.recipes.schema import (
     DraftModelConfig,
     MedusaConfig,
     MtpConfig,
-    OptimConfig,
     Recipe,
 )
 from draftsmith.train.boost import without_known
 from draftsmith.train.objective import Objective
+from draftsmith.train.parallel import Parallel, spread
+from draftsmith.train.processes import Processes, start_processes
 from draftsmith.train.progress import Journal, Meter
 from draftsmith.train.rng import row_seed
+
+PRECISION = ("dtype", "quantisation")  # of a fingerprint: what rounds the same weights
 
 
 class SlotLoss(nn.Module):
@@ -63,12 +65,12 @@ class Training:
 
     recipe: Recipe
     folder: Path
-    accelerator: Accelerator
+    processes: Processes
     target: Target
     drafter: Learned
     loss: SlotLoss
-    model: nn.Module  # `loss`, wrapped when there are several processes
-    optimizer: AcceleratedOptimizer
+    parallel: Parallel  # `loss` and its optimizer, as the processes share them
+    trained: int  # parameters
     rows: PackedRows
     held_out: list[Document]
     journal: Journal
@@ -78,17 +80,20 @@ class Training:
     seconds: float = 0.0  # spent in steps, and on the feature cache before them
     supervised: int = 0  # tokens learned from, up to the last log line
     grad_norm: float = 0.0  # before clipping, of the last step that was not skipped
-    parameters: dict[str, nn.Parameter] = field(init=False)
     steps_per_epoch: int = field(init=False)
     total: int = field(init=False)  # steps of the whole run
     planned: tuple[int, list[list[int]]] = field(init=False)  # an epoch and its steps
 
     def __post_init__(self) -> None:
-        self.parameters = trainable(self.drafter)
         self.planned = (0, self.plan(0))
         self.steps_per_epoch = len(self.planned[1])
         config = self.recipe.train
         self.total = min(config.epochs * self.steps_per_epoch, config.max_steps or sys.maxsize)
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """What the processes tell each other goes through it."""
+        return self.processes.accelerator
 
     def plan(self, epoch: int) -> list[list[int]]:
         """Rows of every step of an epoch: a function of the seed and the epoch alone."""
@@ -118,13 +123,14 @@ class Training:
 
 def prepare(recipe: Recipe, run: Path) -> Training:
     """Load the target and the rows, build the drafter and its optimizer. Raises UserError."""
-    accelerator = start_processes(recipe)
+    processes = start_processes(recipe)
+    accelerator = processes.accelerator
     journal = Journal(recipe, run, main=accelerator.is_main_process)
     documents, dropped = training_documents(run / "rows", recipe.data)
     for reason, number in sorted(dropped.items()):
         journal.say(f"{number} rows dropped: {reason}")
     training, held_out = split_held_out(documents, recipe.data.held_out, recipe.seed)
-    target = Target.load(recipe.target)
+    target = Target.load(recipe.target, sharded=processes.target_is_sharded)
     check_origin(run / "rows", target, journal.say)
     check_ids(documents, target, run / "rows")
     training = without_known(recipe, target, training)
@@ -133,16 +139,17 @@ def prepare(recipe: Recipe, run: Path) -> Training:
     config = with_mask(recipe.drafter, target, documents, journal.say)
     drafter = cast(Learned, build(config, target, ids))  # it has trained_slots
     loss = SlotLoss(drafter, target, recipe)
-    model, optimizer = accelerator.prepare(loss, adamw(trainable(drafter), recipe.optim))
+    parameters = trainable(drafter)
+    trained = sum(value.numel() for value in parameters.values())
     return Training(
         recipe=recipe,
         folder=run,
-        accelerator=accelerator,
+        processes=processes,
         target=target,
         drafter=drafter,
         loss=loss,
-        model=model,
-        optimizer=optimizer,
+        parallel=spread(processes, loss, parameters, recipe),
+        trained=trained,
         rows=PackedRows(training, recipe.data.max_length),
         held_out=held_out,
         journal=journal,
@@ -152,21 +159,23 @@ def prepare(recipe: Recipe, run: Path) -> Training:
 
 def check_origin(folder: Path, target: Target, say: Callable[[str], None]) -> None:
     """The rows must be this target's own answers; another precision is only named."""
-    # Rows that were made before the content was kept say nothing about it.
-    made = {"content": target.fingerprint["content"], **read_manifest(folder)["target"]}
+    made = remembered(read_manifest(folder)["target"], target.fingerprint)
     differing = {
         key: f"{key} {made.get(key)} / {value}"
         for key, value in target.fingerprint.items()
         if made.get(key) != value
     }
-    precision = differing.pop("dtype", None)
+    precision = [differing.pop(key) for key in PRECISION if key in differing]
     if differing:
         raise UserError(
             f"{folder}: the answers are another target's ({'; '.join(differing.values())}, rows / "
             "recipe); let this target answer, or name the target that did"
         )
-    if precision is not None:
-        say(f"warning: the rows were made in another precision ({precision}, rows / recipe)")
+    if precision:
+        say(
+            f"warning: the rows were made in another precision ({', '.join(precision)}; rows / "
+            "recipe): they are nearly, not exactly, what this target says"
+        )
 
 
 def check_ids(documents: Sequence[Document], target: Target, folder: Path) -> None:
@@ -179,25 +188,6 @@ def check_ids(documents: Sequence[Document], target: Target, folder: Path) -> No
                 f"{target.name} has 0 to {target.vocab_size - 1}; remove its line and run "
                 "`draftsmith data` again, which makes it anew"
             )
-
-
-def start_processes(recipe: Recipe) -> Accelerator:
-    """The processes that train together; one unless a launcher started more."""
-    device = pick_device(recipe.target.device)
-    # Buffers are frozen rows of the target's head: equal everywhere, and large.
-    parallel = DistributedDataParallelKwargs(broadcast_buffers=False)
-    accelerator = Accelerator(
-        cpu=device.type == "cpu",
-        device_placement=False,
-        mixed_precision="no",  # the loop casts by itself
-        kwargs_handlers=[parallel],
-    )
-    if accelerator.num_processes > 1 and device.index is not None:
-        raise UserError(
-            f"target.device: {recipe.target.device} is one device and there are "
-            f"{accelerator.num_processes} processes; use auto"
-        )
-    return accelerator
 
 
 def draft_ids(recipe: Recipe, target: Target, documents: Sequence[Document]) -> Tensor | None:
@@ -230,21 +220,3 @@ def with_mask(
     token = propose_mask_token(target, used)
     say(f"drafter.mask_token_id: {token} is unused by {target.name} and the data, and is the mask")
     return config.model_copy(update={"mask_token_id": token})
-
-
-def adamw(parameters: dict[str, nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW on the drafter's own weights, which are fp32; biases and norms are not decayed."""
-    wrong = [name for name, value in parameters.items() if value.dtype != torch.float32]
-    assert not wrong, f"trained weights must be fp32: {wrong}"
-    free = {name for name, value in parameters.items() if value.ndim < 2 or name.endswith("bias")}
-    decayed = [value for name, value in parameters.items() if name not in free]
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": [parameters[name] for name in sorted(free)], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=config.betas,
-        fused=True,  # in one pass; on CPU and CUDA repeatable bit for bit
-    )

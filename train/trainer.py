@@ -1,6 +1,5 @@
 """The training loop: a recipe and its rows to a drafter, resumable at any moment."""
 
-import contextlib
 import dataclasses
 import math
 import time
@@ -81,7 +80,7 @@ def take_step(t: Training) -> None:
     """One optimizer step over all processes' rows; none is taken where nothing is supervised."""
     began = time.perf_counter()
     share = lr_share(t.step, t.total, t.recipe.optim)
-    for group in t.optimizer.param_groups:
+    for group in t.parallel.groups:
         group["lr"] = t.recipe.optim.lr * share
     pieces = micro_batches(t)
     batches = [batch for _, batch in pieces]
@@ -91,8 +90,7 @@ def take_step(t: Training) -> None:
     denominator = t.accelerator.reduce(own, reduction="sum")
     if denominator > 0:
         for rows, batch in pieces:
-            last = batch is batches[-1]
-            with contextlib.nullcontext() if last else t.accelerator.no_sync(t.model):
+            with t.parallel.micro(last=batch is batches[-1]):
                 backward(t, rows, batch, denominator)
         apply_gradients(t)
     count(t, batches, own, seconds=time.perf_counter() - began, skipped=not denominator > 0)
@@ -105,13 +103,17 @@ def micro_batches(t: Training) -> list[tuple[list[int], Batch]]:
     A process without any takes an unsupervised row along.
     """
     rows, size = t.next_rows(), t.recipe.train.rows_per_micro_batch
-    own = rows[t.accelerator.process_index :: t.accelerator.num_processes]
-    if not own:
+    processes = t.accelerator.num_processes
+    own = rows[t.accelerator.process_index :: processes]
+    pieces = [own[i : i + size] for i in range(0, len(own), size)]
+    found = [(piece, t.batch(piece)) for piece in pieces]
+    # The first process has most. Where passes are collective, all take as many.
+    most = math.ceil(len(rows[::processes]) / size) if t.processes.in_lockstep else 1
+    while len(found) < most:
         batch = t.batch(rows[:1])
         nothing = torch.zeros_like(batch.supervised)
-        return [(rows[:1], dataclasses.replace(batch, supervised=nothing))]
-    pieces = [own[i : i + size] for i in range(0, len(own), size)]
-    return [(piece, t.batch(piece)) for piece in pieces]
+        found.append((rows[:1], dataclasses.replace(batch, supervised=nothing)))
+    return found
 
 
 def backward(t: Training, rows: list[int], batch: Batch, denominator: Tensor) -> None:
@@ -120,25 +122,23 @@ def backward(t: Training, rows: list[int], batch: Batch, denominator: Tensor) ->
     bf16 = t.recipe.train.precision == "bf16"
     metrics = is_due(t, t.recipe.train.log_every, ahead=1)
     with torch.autocast(t.target.device.type, torch.bfloat16, enabled=bf16):
-        loss, sums = t.model(batch, states, metrics=metrics)
+        loss, sums = t.parallel.model(batch, states, metrics=metrics)
     # Gradients are averaged over processes, the loss is a sum over them.
-    t.accelerator.backward(loss * t.accelerator.num_processes / denominator)
+    t.parallel.backward(loss * t.accelerator.num_processes / denominator)
     if "overlap" in sums:  # which only some steps have
         sums = {**sums, "overlap_valid": sums["valid"], "overlap_groups": sums["groups"]}
     t.meter.add(sums)
 
 
 def apply_gradients(t: Training) -> None:
-    """Clip and step. Raises UserError for a gradient that is not finite; nothing has moved then."""
-    norm = float(torch.nn.utils.clip_grad_norm_(t.parameters.values(), t.recipe.optim.clip))
+    """Clip and step. Raises UserError for a gradient that is not finite."""
+    norm = t.parallel.step(t.recipe.optim.clip)
     if not math.isfinite(norm):
         raise UserError(
             f"the gradient of step {t.step + 1} is not finite ({norm}): training diverged; "
             f"lower optim.lr ({t.recipe.optim.lr}), raise optim.warmup_steps, "
             "or use train.precision: fp32"
         )
-    t.optimizer.step()
-    t.optimizer.zero_grad(set_to_none=True)
     t.grad_norm = norm
 
 
@@ -156,14 +156,15 @@ def count(t: Training, batches: list[Batch], own: Tensor, *, seconds: float, ski
 def finish(t: Training) -> Path:
     """Write the drafter in its native format."""
     folder = t.folder / "drafter"
-    if t.accelerator.is_main_process:
-        recipe = t.recipe.model_dump(mode="json")
-        metadata = {"target": target_metadata(t.target), "recipe": recipe, "steps": t.step}
-        try:
-            save_drafter(t.drafter, folder, metadata)
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{cannot_write(folder, error)}; training is finished and kept"
-            ) from error
+    with t.parallel.whole():
+        if t.accelerator.is_main_process:
+            recipe = t.recipe.model_dump(mode="json")
+            metadata = {"target": target_metadata(t.target), "recipe": recipe, "steps": t.step}
+            try:
+                save_drafter(t.drafter, folder, metadata)
+            except (OSError, SafetensorError) as error:
+                raise UserError(
+                    f"{cannot_write(folder, error)}; training is finished and kept"
+                ) from error
     t.accelerator.wait_for_everyone()
     return folder

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from draftsmith.data.render import sample_text
+from draftsmith.drafters.quantised import count_parameters
 from draftsmith.eval.walk import recipe_ranks, walk
 from draftsmith.train.rng import undisturbed
 from draftsmith.train.schedule import lr_share
@@ -15,13 +16,12 @@ def introduce(t: Training) -> None:
     """What will be trained, and on what."""
     sample = t.rows.documents[0]
     t.journal.say(sample_text(t.target.tokenizer, sample.ids, sample.supervised))
-    trained = sum(value.numel() for value in t.parameters.values())
-    frozen = sum(value.numel() for value in t.target.model.parameters())
+    frozen = count_parameters(t.target.model)
     t.journal.say(
         f"{len(t.rows.documents)} documents in {len(t.rows)} rows, {t.rows.tokens:,} tokens, "
         f"{t.rows.supervised / t.rows.tokens:.0%} supervised; {len(t.held_out)} held out"
     )
-    t.journal.say(f"{trained:,} trainable parameters (drafter), {frozen:,} frozen (target)")
+    t.journal.say(f"{t.trained:,} trainable parameters (drafter), {frozen:,} frozen (target)")
     t.journal.say(f"{t.total} steps, {t.step} of them done")
 
 
@@ -72,9 +72,13 @@ def uniform_length(joint: Tensor, groups: Tensor) -> float:
 
 def evaluate(t: Training) -> None:
     """Walk the held-out answers; training goes on as if nothing had happened."""
-    if t.accelerator.is_main_process:
-        with undisturbed():
-            table = recipe_ranks(t.recipe, t.target, t.drafter, t.held_out)
+    # A target that is spread computes with all processes; one that is not keeps the others waiting.
+    table = None
+    with t.parallel.whole():
+        if t.accelerator.is_main_process or t.processes.target_is_sharded:
+            with undisturbed():
+                table = recipe_ranks(t.recipe, t.target, t.drafter, t.held_out)
+    if table is not None and t.accelerator.is_main_process:
         result = walk(table)
         categories = sorted(result.by_category.items())
         record = {

@@ -26,6 +26,7 @@ WITHOUT_EFFECT = {
     "target.revision",
     "target.trust_remote_code",
     "eval.served",
+    "eval.graphs",
     "data.distil.urls",
     "data.distil.share",
     "data.distil.server.key_variable",
@@ -68,6 +69,7 @@ def compares(config: EvalConfig) -> bool:
 
 # Knobs that only count when another one has a certain value.
 CONDITIONAL = {
+    "target.load_in": lambda recipe: recipe.target.load_in is not None,
     "data.distil.server.model": lambda recipe: recipe.data.distil.backend == "openai",
     "data.distil.server.api": lambda recipe: recipe.data.distil.backend == "openai",
     "data.distil.top_p": lambda recipe: recipe.data.distil.temperature > 0,

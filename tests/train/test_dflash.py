@@ -80,7 +80,9 @@ def test_1x8_accumulation_equals_8x1(deep, rows, monkeypatch, objective):
         found = {}
 
         def keep(t):
-            found.update({name: value.grad.clone() for name, value in t.parameters.items()})
+            found.update(
+                {name: value.grad.clone() for name, value in t.parallel.parameters.items()}
+            )
 
         monkeypatch.setattr(trainer, "apply_gradients", keep)
         train_block = {"rows_per_step": 8, "rows_per_micro_batch": size}

@@ -176,10 +176,12 @@ def test_after_resume_all_is_fp32_and_draws_go_on(stopped, run):
     random.random(), np.random.rand(), torch.rand(1)  # whatever was drawn before
     trainer.resume(t)
     assert rng_state() == latest(run / "checkpoints").state["rng"][0]
-    held = [*t.parameters.values()]
-    held += [value for state in t.optimizer.state.values() for value in state.values()]
-    assert len(held) == 4 * len(t.parameters) and {value.dtype for value in held} == {torch.float32}
-    assert t.step == 6 and all(float(s["step"]) == 6 for s in t.optimizer.state.values())
+    held = [*t.parallel.parameters.values()]
+    held += [value for state in t.parallel.optimizer.state.values() for value in state.values()]
+    assert len(held) == 4 * len(t.parallel.parameters) and {value.dtype for value in held} == {
+        torch.float32
+    }
+    assert t.step == 6 and all(float(s["step"]) == 6 for s in t.parallel.optimizer.state.values())
 
 
 def test_a_finished_run_only_writes_its_drafter_again(target, run):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.train.setup import adamw
+from draftsmith.train.parallel import adamw
 from draftsmith.train.trainer import train
 from tests.train.counting import counting_row, recipe_for, save_rows, save_target
 

@@ -85,8 +85,8 @@ def test_the_target_is_untouched_and_the_optimizer_holds_the_drafter_alone(targe
     assert digest(frozen) == before
     assert not any(value.requires_grad or value.grad is not None for value in frozen)
     assert not t.target.model.training
-    held = [value for group in t.optimizer.param_groups for value in group["params"]]
-    assert {id(value) for value in held} == {id(value) for value in t.parameters.values()}
+    held = [value for group in t.parallel.optimizer.param_groups for value in group["params"]]
+    assert {id(value) for value in held} == {id(value) for value in t.parallel.parameters.values()}
     assert sum(value.numel() for value in held) == 3 * (32 * 32 + 32)
 
 
@@ -102,7 +102,7 @@ def gradients(target, run, monkeypatch, **knobs):
     found = {}
 
     def keep(t):
-        found.update({name: value.grad.clone() for name, value in t.parameters.items()})
+        found.update({name: value.grad.clone() for name, value in t.parallel.parameters.items()})
 
     monkeypatch.setattr(trainer, "apply_gradients", keep)
     take_step(prepare(recipe_for(target, **knobs), run))
@@ -159,12 +159,12 @@ def test_counters_cover_every_step_once(target, run):
 
 def test_a_gradient_that_is_not_finite_stops_before_it_does_harm(target, run, monkeypatch):
     t = prepare(recipe_for(target), run)
-    before = digest(t.parameters.values())
+    before = digest(t.parallel.parameters.values())
     real = t.accelerator.backward
     monkeypatch.setattr(t.accelerator, "backward", lambda loss: real(loss * float("nan")))
     with pytest.raises(UserError, match="gradient of step 1 is not finite"):
         take_step(t)
-    assert digest(t.parameters.values()) == before
+    assert digest(t.parallel.parameters.values()) == before
 
 
 def test_the_start_says_what_is_trained(target, run, capsys):
