@@ -21,10 +21,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from draftsmith.drafters.builtin import BUILTINS, builtin_config, builtin_folder
 from draftsmith.drafters.cache import Mark, TargetCache
 from draftsmith.drafters.content import folder_content
+from draftsmith.drafters.fingerprint import NONE
 from draftsmith.drafters.geometry import Geometry, geometry_of
 from draftsmith.drafters.layout import Nodes, chain_nodes
 from draftsmith.drafters.quantised import (
-    NONE,
     check_quantiser,
     check_spread,
     check_twice,
@@ -82,9 +82,7 @@ class Target:
         model.requires_grad_(False)
         model.eval()
         settle(model)
-        self.base = model.get_decoder()
-        if self.base is model:  # Llama 4's is not where transformers looks
-            self.base = model.model
+        self.base = decoder_of(model)
         self.config = model.config.get_text_config()
         self.head_weight = dense_head(model)  # [V, D]
         self.embedding: Tensor = model.get_input_embeddings().weight  # [V, D]
@@ -408,14 +406,20 @@ class Target:
 
 def stack_of(model: Any) -> nn.ModuleList:
     """A model's decoder layers. Raises UserError where they are no stack."""
-    base, count = model.get_decoder(), model.config.get_text_config().num_hidden_layers
-    found = layer_stack(model.model if base is model else base, count)
+    count = model.config.get_text_config().num_hidden_layers
+    found = layer_stack(decoder_of(model), count)
     if found is None:
         raise UserError(
             f"target.model: no stack of {count} decoder layers found, which could be spread over "
             "processes; use --accelerate ddp or zero2"
         )
     return found
+
+
+def decoder_of(model: Any) -> Any:
+    """A causal language model without its head."""
+    base = model.get_decoder()
+    return model.model if base is model else base  # Llama 4's is not where transformers looks
 
 
 def layer_stack(base: Any, layers: int) -> nn.ModuleList | None:
@@ -498,11 +502,6 @@ def make_fingerprint(
         "content": "none" if folder is None else folder_content(folder),
         "quantisation": quantisation_of(model.config),
     }
-
-
-def remembered(stored: dict[str, Any], now: dict[str, str]) -> dict[str, Any]:
-    """A fingerprint that was written earlier, with what older ones do not say."""
-    return {"content": now["content"], "quantisation": NONE, **stored}
 
 
 def hub_commit(model: str) -> str | None:
@@ -604,18 +603,35 @@ def describe(config: TargetConfig) -> TargetShape:
         return shape_of(loaded, tokenizer.chat_template, trust_remote_code=trust)
 
 
+def skeleton(config: TargetConfig) -> Any:
+    """A target's model without its weights, on the meta device."""
+    if config.model in BUILTINS:
+        return bare_model(builtin_config(config.model))
+    trust = config.trust_remote_code
+    with hub_errors(config.model):
+        loaded = AutoConfig.from_pretrained(
+            locate(config), revision=config.revision, trust_remote_code=trust
+        )
+    return bare_model(loaded, trust_remote_code=trust)
+
+
+def bare_model(config: Any, *, trust_remote_code: bool = False) -> Any:
+    """A model on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
 def shape_of(config: Any, template: Any, *, trust_remote_code: bool = False) -> TargetShape:
     """Count parameters on the meta device, quantised or not."""
     quantisation, config = quantisation_of(config), copy.deepcopy(config)
     vars(config).pop("quantization_config", None)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    model = bare_model(config, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
     values = text.to_dict()
     heads = values.get("num_key_value_heads") or text.num_attention_heads
     size = values.get("head_dim") or text.hidden_size // text.num_attention_heads
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    stack = layer_stack(model.get_decoder(), text.num_hidden_layers) or nn.ModuleList()
+    stack = layer_stack(decoder_of(model), text.num_hidden_layers) or nn.ModuleList()
     inner = [one for one in model.get_decoder().modules() if isinstance(one, nn.Linear)]
     tied = bool(text.tie_word_embeddings)
     return TargetShape(

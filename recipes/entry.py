@@ -16,6 +16,8 @@ from draftsmith.recipes.load import shipped_recipes
 from draftsmith.recipes.provenance import version, write_resolved
 from draftsmith.recipes.schema import Recipe
 
+# How a drafter is named on the command line.
+DRAFTER = "a run's folder, a drafter's, or its name on the Hub (org/name, org/name@revision)"
 BAD_INPUT, INTERRUPTED = 2, 130  # exit codes
 # What the user's machine says no to; anything else is a fault of ours and keeps its traceback.
 REFUSALS = {
@@ -38,6 +40,8 @@ class Arguments:
     recipe: str
     overrides: tuple[str, ...]
     dry_run: bool
+    accelerate: str | None = None  # how several processes train: a config file, or a shipped name
+    processes: int | None = None  # None: as many as there are GPUs
 
 
 class Parser(argparse.ArgumentParser):
@@ -67,10 +71,24 @@ def parse_arguments(argv: Sequence[str], *, prog: str, commands: dict[str, str])
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="for example optim.lr=1e-4"
     )
+    parser.add_argument(
+        "--accelerate",
+        metavar="HOW",
+        help="train with several processes: ddp, fsdp2, zero2, zero3 or a file for `accelerate "
+        "launch`",
+    )
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="how many; without it, one for every GPU"
+    )
     parser.add_argument("--version", action="version", version=version("draftsmith"))
     # Not parse_args: it refuses overrides that stand behind an option.
     found = parser.parse_intermixed_args(list(argv))
-    return Arguments(found.command, found.recipe, tuple(found.overrides), found.dry_run)
+    if found.processes is not None and (found.accelerate is None or found.processes < 1):
+        parser.error("--processes: give 1 or more, together with --accelerate")
+    overrides = tuple(found.overrides)
+    return Arguments(
+        found.command, found.recipe, overrides, found.dry_run, found.accelerate, found.processes
+    )
 
 
 def guard(action: Callable[[], None]) -> int:

@@ -1,21 +1,19 @@
-"""`draftsmith export DRAFTER --to ENGINE` and `draftsmith push DRAFTER --repo org/name`: drafters
-leave the house.
+"""`draftsmith export DRAFTER --to ENGINE`, `draftsmith push DRAFTER --repo org/name` and
+`draftsmith stitch DRAFTER OUT`: drafters leave the house.
 """
 
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftsmith.recipes.entry import Parser
+from draftsmith.recipes.entry import DRAFTER, Parser
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import user_path
-from draftsmith.recipes.provenance import version
+from draftsmith.train.push import push
 
 if TYPE_CHECKING:
     from draftsmith.drafters.engine_files import Export, Source
 
-DRAFTER = "a run's folder, a drafter's, or its name on the Hub (org/name, org/name@revision)"
 PROMPTS, TOKENS = 4, 32  # of --check, where the recipe's evaluation has more
 
 
@@ -61,65 +59,28 @@ def checked(found: "Export", source: "Source", out: Path) -> str:
     return check_export(found, source, out, asked, count).sentence()
 
 
-def push(words: Sequence[str]) -> None:
-    """`push DRAFTER --repo org/name --license ID [..]`"""
-    given = push_parser().parse_intermixed_args(list(words))
-    pairs = [pair(text) for text in given.replace]
-    from draftsmith.drafters.hub import upload
-    from draftsmith.eval.exports import open_source
-    from draftsmith.eval.publish import Offer, prepare
-
-    source = open_source(given.drafter)
-    offer = Offer(
-        repository=given.repo,
-        license=given.license,
-        data_license=given.data_license,
-        base_model=given.base_model,
-        exports=tuple(given.export),
-        replace=tuple(pairs),
-    )
-    with tempfile.TemporaryDirectory(prefix="draftsmith-push-") as folder:
-        parcel = prepare(source, offer, Path(folder))
-        print(parcel.listing())
-        for old, new in parcel.replaced:
-            print(f"in texts, {old} is replaced by {new}")
-        who = "everybody" if given.public else "those who may see your private repositories"
-        if given.dry_run:
-            print(f"nothing was pushed; without --dry-run this goes to {given.repo}, for {who}")
-            return
-        message = f"{source.kind} drafter by {version('draftsmith')}"
-        print(upload(given.repo, parcel.files, private=not given.public, message=message))
-
-
-def push_parser() -> Parser:
-    """What `push` takes."""
+def stitch(words: Sequence[str]) -> None:
+    """`stitch DRAFTER OUT [--target TARGET] [--link]`"""
     parser = Parser(
-        prog="draftsmith push", description="Put a drafter on the Hub, as it was measured."
+        prog="draftsmith stitch",
+        description="Put trained MTP layers into a copy of their target's checkpoint.",
     )
-    parser.add_argument("drafter", metavar="DRAFTER", help=DRAFTER)
-    parser.add_argument("--repo", required=True, metavar="ORG/NAME")
-    parser.add_argument("--license", metavar="ID", help="of the drafter, such as apache-2.0")
-    parser.add_argument(
-        "--data-license", metavar="TEXT", help="what the training data is, and its licence"
-    )
-    parser.add_argument("--base-model", metavar="ORG/NAME", help="the target's name on the Hub")
-    parser.add_argument(
-        "--export", action="append", default=[], metavar="ENGINE", help="files of an engine, too"
-    )
-    parser.add_argument(
-        "--replace", action="append", default=[], metavar="OLD=NEW", help="in all texts: your paths"
-    )
-    parser.add_argument("--public", action="store_true", help="for everybody to see (private)")
-    parser.add_argument("--dry-run", action="store_true", help="list every file, push nothing")
-    return parser
+    parser.add_argument("drafter", metavar="DRAFTER", help="a run's folder, or a drafter's")
+    parser.add_argument("out", metavar="OUT", help="folder to be made")
+    parser.add_argument("--target", help="the checkpoint, where it has moved: a folder or Hub id")
+    parser.add_argument("--link", action="store_true", help="link the files that stay as they are")
+    given = parser.parse_args(list(words))
+    from draftsmith.drafters.mtp_publish import publish
+    from draftsmith.eval.subjects import drafter_folder
+
+    out = user_path(given.out)
+    folder = drafter_folder(given.drafter)
+    source = publish(folder, out, target=given.target, link=given.link)
+    print(f"{out}: {source} with the MTP layers of {folder}")
 
 
-def pair(text: str) -> tuple[str, str]:
-    """OLD=NEW. Raises UserError."""
-    old, equals, new = text.partition("=")
-    if not old or not equals:
-        raise UserError(f"--replace {text}: write OLD=NEW")
-    return old, new
-
-
-TOOLS: dict[str, Callable[[Sequence[str]], None]] = {"export": export, "push": push}
+TOOLS: dict[str, Callable[[Sequence[str]], None]] = {
+    "export": export,
+    "push": push,
+    "stitch": stitch,
+}

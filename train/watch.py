@@ -11,6 +11,8 @@ from draftsmith.train.rng import undisturbed
 from draftsmith.train.schedule import lr_share
 from draftsmith.train.setup import Training
 
+SLOW = 1.5  # times as long as the others, from which on a process is named
+
 
 def introduce(t: Training) -> None:
     """What will be trained, and on what."""
@@ -43,7 +45,27 @@ def log_step(t: Training) -> None:
         "tokens_per_second": float(total["tokens"] / total["seconds"]),
         "seconds": t.seconds,
     }
+    if "own_work" in total:
+        seconds, positions = total["own_work"].tolist()
+        record["own_seconds"] = seconds
+        name_slowest(t, seconds, positions)
     t.journal.write({**record, **(curves(total) if learned else {})})
+
+
+def name_slowest(t: Training, seconds: list[float], positions: list[float]) -> None:
+    """Say which process the others wait for, where it takes much longer for as much; once for each
+    process.
+    """
+    each = [one / max(1.0, count) for one, count in zip(seconds, positions, strict=True)]
+    slowest = max(range(len(each)), key=each.__getitem__)
+    others = (sum(each) - each[slowest]) / (len(each) - 1)
+    lost = seconds[slowest] - others * positions[slowest]
+    if each[slowest] > SLOW * others and lost > 1 and slowest not in t.slow:
+        t.slow.add(slowest)
+        t.journal.say(
+            f"warning: process {slowest} is slow: it takes {each[slowest] / others:.1f} times as "
+            f"long as the others for as many tokens; up to step {t.step} they waited {lost:.0f} s"
+        )
 
 
 def curves(total: dict[str, Tensor]) -> dict[str, Any]:
@@ -73,6 +95,7 @@ def uniform_length(joint: Tensor, groups: Tensor) -> float:
 def evaluate(t: Training) -> None:
     """Walk the held-out answers; training goes on as if nothing had happened."""
     # A target that is spread computes with all processes; one that is not keeps the others waiting.
+    t.pulse.does("evaluating", t.step)
     table = None
     with t.parallel.whole():
         if t.accelerator.is_main_process or t.processes.target_is_sharded:
@@ -90,4 +113,4 @@ def evaluate(t: Training) -> None:
             "tau_by_category": {name: counts.tau_micro for name, counts in categories},
         }
         t.journal.write(record)
-    t.accelerator.wait_for_everyone()
+    t.wait()
