@@ -19,10 +19,11 @@ from draftsmith.data.counts import (
     prompts_here,
     written_length,
 )
-from draftsmith.data.memory import BYTES, FROZEN, FULL, answering_memory
+from draftsmith.data.memory import ALONE, BYTES, FROZEN, FULL, answering_memory
 from draftsmith.data.needs import TRAINED, estimate_memory, trained_parameters
 from draftsmith.drafters.dflash import spread_taps
 from draftsmith.drafters.mtp_layer import check_layer
+from draftsmith.drafters.quantised import check_spread
 from draftsmith.drafters.target import (
     TargetShape,
     decoder_of,
@@ -44,6 +45,7 @@ from draftsmith.recipes.schema import (
     Recipe,
     TargetConfig,
 )
+from draftsmith.recipes.sharing import Shares
 
 ROW_BYTES = 14  # of a row's file per token: its id and its text
 
@@ -66,7 +68,7 @@ class Plan:
     notes: tuple[str, ...]
 
 
-def make_plan(recipe: Recipe) -> Plan:
+def make_plan(recipe: Recipe, shares: Shares = ALONE) -> Plan:
     """Check a recipe against its target's config, its prompts and this machine.
 
     Raises UserError for what cannot work.
@@ -76,6 +78,7 @@ def make_plan(recipe: Recipe) -> Plan:
     check_graphs(recipe)
     shape = describe(recipe.target)
     check_target(recipe, shape)
+    check_spread(recipe.target.load_in or shape.quantisation, sharded=shares.target_is_sharded)
     evaluated = prompts_here(recipe, "test")
     asked = prompts_here(recipe, "train", evaluated)
     lengths = None if asked is None else estimate_lengths(recipe, asked)
@@ -91,7 +94,7 @@ def make_plan(recipe: Recipe) -> Plan:
         eval_prompts=count_evaluated(recipe, evaluated),
         tokens=tokens,
         steps=steps,
-        training=estimate_memory(recipe, shape, trained),
+        training=estimate_memory(recipe, shape, trained, shares),
         answering={}
         if recipe.data.distil.backend != "transformers"
         else answering_memory(recipe, shape, longest),

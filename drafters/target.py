@@ -116,7 +116,7 @@ class Target:
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
             found = AutoConfig.from_pretrained(source, **options)
             check_twice(config, found)
-            check_spread(config, found, sharded=sharded)
+            check_spread(config.load_in or quantisation_of(found), sharded=sharded)
             dtype = {"dtype": getattr(torch, config.dtype)}
             quantised = load_options(config, device)
 

@@ -33,6 +33,7 @@ from draftsmith.recipes.schema import (
 from draftsmith.train.boost import without_known
 from draftsmith.train.objective import Objective
 from draftsmith.train.parallel import Parallel, spread
+from draftsmith.train.phases import Phases
 from draftsmith.train.processes import Processes, start_processes
 from draftsmith.train.progress import Journal, Meter
 from draftsmith.train.pulse import Pulse
@@ -44,8 +45,9 @@ PRECISION = ("dtype", "quantisation")  # of a fingerprint: what rounds the same 
 class SlotLoss(nn.Module):
     """The drafter under its objective: the one module that data parallelism wraps."""
 
-    def __init__(self, drafter: Learned, target: Target, recipe: Recipe) -> None:
+    def __init__(self, drafter: Learned, target: Target, recipe: Recipe, phases: Phases) -> None:
         super().__init__()
+        self.phases = phases
         self.drafter, self.target, self.chunk = drafter, target, recipe.train.chunk
         self.depth = recipe.drafter.trained_slots
         self.objective = Objective(recipe.objective, self.depth)
@@ -57,8 +59,10 @@ class SlotLoss(nn.Module):
 
     def forward(self, batch: Batch, states: TargetStates, *, metrics: bool) -> tuple[Tensor, Sums]:
         """The batch's loss, summed and not yet divided, and its metrics as sums and counts."""
-        slots = self.drafter.slots(batch, states, self.drafter.roots(batch))
-        return self.objective(slots, states, self.target, chunk=self.chunk, metrics=metrics)
+        with self.phases.phase("drafter forward"):
+            slots = self.drafter.slots(batch, states, self.drafter.roots(batch))
+        with self.phases.phase("projection and loss"):
+            return self.objective(slots, states, self.target, chunk=self.chunk, metrics=metrics)
 
 
 @dataclass
@@ -78,6 +82,7 @@ class Training:
     journal: Journal
     meter: Meter
     pulse: Pulse
+    phases: Phases
     features: FeatureCache | None = None  # None: the target computes its states in every step
     step: int = 0
     seconds: float = 0.0  # spent in steps, and on the feature cache before them
@@ -147,7 +152,8 @@ def prepare(recipe: Recipe, run: Path) -> Training:
     ids = draft_ids(recipe, target, training)
     config = with_mask(recipe.drafter, target, documents, journal.say)
     drafter = cast(Learned, build(config, target, ids))  # it has trained_slots
-    loss = SlotLoss(drafter, target, recipe)
+    phases = Phases(target.device)
+    loss = SlotLoss(drafter, target, recipe, phases)
     parameters = trainable(drafter)
     trained = sum(value.numel() for value in parameters.values())
     return Training(
@@ -163,6 +169,7 @@ def prepare(recipe: Recipe, run: Path) -> Training:
         held_out=held_out,
         journal=journal,
         meter=Meter(accelerator, target.device),
+        phases=phases,
         pulse=Pulse(
             run / "ranks",
             accelerator.process_index,

@@ -96,7 +96,8 @@ def take_step(t: Training) -> None:
     share = lr_share(t.step, t.total, t.recipe.optim)
     for group in t.parallel.groups:
         group["lr"] = t.recipe.optim.lr * share
-    pieces = micro_batches(t)
+    with t.phases.phase("batches"):
+        pieces = micro_batches(t)
     batches = [batch for _, batch in pieces]
     # Counted before any forward and over all processes: the loss does not depend on how rows are
     # spread over micro-batches and processes, and all processes skip an empty step together.
@@ -112,7 +113,8 @@ def take_step(t: Training) -> None:
                 if batch is batches[-1]:
                     count_own_work(t, batches, started)
                     t.pulse.does("waiting", t.step)
-                t.parallel.backward(loss)
+                with t.phases.phase("backward"):
+                    t.parallel.backward(loss)
         apply_gradients(t)
     count(t, batches, own, seconds=time.perf_counter() - began, skipped=not denominator > 0)
     t.step += 1
@@ -139,7 +141,8 @@ def micro_batches(t: Training) -> list[tuple[list[int], Batch]]:
 
 def forward(t: Training, rows: list[int], batch: Batch, denominator: Tensor) -> Tensor:
     """A micro-batch's share of the step's loss."""
-    states = t.states(rows, batch)
+    with t.phases.phase("target forward"):
+        states = t.states(rows, batch)
     bf16 = t.recipe.train.precision == "bf16"
     metrics = is_due(t, t.recipe.train.log_every, ahead=1)
     with torch.autocast(t.target.device.type, torch.bfloat16, enabled=bf16):
@@ -170,7 +173,8 @@ def count_own_work(t: Training, batches: list[Batch], began: float) -> None:
 
 def apply_gradients(t: Training) -> None:
     """Clip and step. Raises UserError for a gradient that is not finite."""
-    norm = t.parallel.step(t.recipe.optim.clip)
+    with t.phases.phase("optimizer"):
+        norm = t.parallel.step(t.recipe.optim.clip)
     if not math.isfinite(norm):
         raise UserError(
             f"the gradient of step {t.step + 1} is not finite ({norm}): training diverged; "
