@@ -158,7 +158,7 @@ def test_every_kind_comes_back_the_same(run, tiny_folder, hub, tmp_path, name):
     assert push(home, tiny_folder) == 0
     folder = fetch(HubName(REPO, None))
     assert not list(folder.rglob("*.py"))  # code is never fetched
-    mine, theirs = load_drafter(home / "drafter", target), load_drafter(folder, target)
+    mine, theirs = load_drafter(home / "drafter", target), load_drafter(REPO, target)
     with torch.no_grad():
         assert torch.equal(guesses(target, mine, TEXT), guesses(target, theirs, TEXT))
     for key, value in mine.native_tensors().items():
