@@ -99,7 +99,9 @@ def make_plan(recipe: Recipe, shares: Shares = ALONE) -> Plan:
         tokens=tokens,
         steps=steps,
         training=estimate_memory(recipe, shape, trained, shares),
-        answering={} if recipe.data.distil.urls else answering_memory(recipe, shape, longest),
+        answering={}
+        if recipe.data.distil.backend != "transformers"
+        else answering_memory(recipe, shape, longest),
         memory_total=device_memory(recipe),
         disk=estimate_disk(recipe, shape, trained, tokens or 0),
         disk_free=free_disk(run_folder(recipe)),
@@ -401,7 +403,10 @@ def parts(sizes: dict[str, int]) -> list[tuple[str, str]]:
 def answering_lines(plan: Plan, recipe: Recipe) -> list[tuple[str, str]]:
     """What answering the prompts takes here, or who does it instead."""
     if not plan.answering:
-        return [("answers", f"from {', '.join(recipe.data.distil.urls)}")]
+        given = f"given with the prompts of {recipe.data.prompts}; that the target said them is "
+        given += "taken on trust"
+        urls = recipe.data.distil.urls
+        return [("answers", f"from {', '.join(urls)}" if urls else given)]
     knob = "data.distil.batch_size"
     needed = peak(plan, plan.answering, "for a batch of answers", knob)
     return [("memory", needed), *parts(plan.answering)]

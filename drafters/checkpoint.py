@@ -24,6 +24,8 @@ from torch import Tensor
 
 from draftsmith.drafters.card import model_card
 from draftsmith.drafters.fingerprint import remembered
+from draftsmith.drafters.hub import fetch
+from draftsmith.drafters.hub_name import hub_name
 from draftsmith.drafters.methods import CONFIGS, Drafter, build
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree
@@ -73,11 +75,14 @@ def write_weights(folder: Path, drafter: Drafter) -> None:
     compare(load_file(weights), tensors, weights.name)
 
 
-def load_drafter(folder: Path, target: Target) -> Drafter:
-    """Rebuild a drafter to decode with, in the target's dtype.
+def load_drafter(place: Path | str, target: Target) -> Drafter:
+    """Rebuild a drafter to decode with, in the target's dtype, from its folder or its name on the
+    Hub (`org/name`, `org/name@revision`).
 
-    Raises UserError for a broken folder or another target.
+    Raises UserError for a broken folder, another target, or what the Hub does not give.
     """
+    remote = hub_name(place) if isinstance(place, str) else None
+    folder = Path(place) if remote is None else fetch(remote)
     meta = read_metadata(folder)
     check_target(meta, target, folder)
     config = drafter_config(meta)

@@ -308,7 +308,7 @@ def make_report(job: Job, measured: Measured) -> Report:
     return Report(
         name=job.recipe.name,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=shlex.join(sys.argv),
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),  # reports are given away
         versions=dict(entry.split(" ", 1) for entry in versions()),
         target=job.target.fingerprint,
         conditions=conditions(job.recipe, job.target, measured.prompts, measured.context),

@@ -61,8 +61,9 @@ class ServerConfig(Block):
 class DistilConfig(Block):
     """How the target answers the prompts (its answers are the training data)."""
 
-    # `openai`: servers with its API (vLLM, SGLang, TGI, `transformers serve`) answer in our place
-    backend: Literal["transformers", "openai"] = "transformers"
+    # `openai`: servers with its API (vLLM, SGLang, TGI, `transformers serve`) answer in our place.
+    # `given`: nobody does, the rows of `prompts` hold the target's answers (their assistant turns)
+    backend: Literal["transformers", "openai", "given"] = "transformers"
     urls: tuple[Text, ...] = ()  # of these servers, such as http://localhost:8000/v1
     server: ServerConfig = ServerConfig()
     # [i, n]: only the i-th of n shares of the prompts; `draftsmith data merge` joins them
@@ -116,6 +117,9 @@ class DataConfig(Block):
     eval_split: str = "test"
     grow: Annotated[int, Field(ge=0)] = 0  # prompts that the seeded offline generator adds
     limit: Positive | None = None  # at most this many training prompts, drawn by the seed
+    # weights of categories among the training prompts, such as {code: 2, math: 1}: as many prompts
+    # as `limit` and the scarcest of them allow, others are left out; empty: as they come
+    mix: dict[Text, Annotated[float, Field(gt=0.0)]] = {}
     answers: Positive = 1  # answers to each of them, sampled: for prompts that are few but good
     # of a conversation: `last`, the answer to its end; `all`, every turn anew on the answers so far
     turns: Literal["last", "all"] = "last"
@@ -135,7 +139,19 @@ class DataConfig(Block):
 
     @model_validator(mode="after")
     def check_answers(self) -> Self:
-        """Greedy answers to one prompt are all the same."""
+        """Greedy answers to one prompt are all the same, and given ones cannot be added to."""
+        if self.distil.backend == "given":
+            for name, idle in (
+                ("answers", self.answers > 1),
+                ("grow", self.grow > 0),
+                ("self_written.count", self.self_written.count > 0),
+                ("prompts", self.prompts == "starter"),
+            ):
+                if idle:
+                    raise ValueError(
+                        f"{name}: with distil.backend: given, answers come with the prompts of a "
+                        "file or data set; nothing else has any"
+                    )
         if self.answers > 1 and self.distil.temperature == 0:
             raise ValueError(
                 f"answers: {self.answers} of a prompt are equal at temperature 0; "

@@ -76,6 +76,7 @@ ROWS = (
     "data.split",
     "data.grow",
     "data.limit",
+    "data.mix",
     "data.answers",
     "data.turns",
     "data.overlap_words",
