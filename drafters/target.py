@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from draftsmith.drafters.adapter import Adapter
 from draftsmith.drafters.builtin import BUILTINS, builtin_config, builtin_folder
 from draftsmith.drafters.cache import Mark, TargetCache
 from draftsmith.drafters.content import folder_content
@@ -59,7 +60,8 @@ class TargetShape:
     parameters: int
     layer_parameters: tuple[int, ...]  # of every decoder layer; empty where they are no stack
     embedding_parameters: int  # and of the head, where it is not tied to the embedding
-    linear_parameters: int  # of the decoder's linear layers, which quantisation takes
+    linear_parameters: int  # of the decoder's linear layers, which quantisation takes,
+    linear_sides: int  # and the sum of their widths, which adapters have
     template: str | None
     geometry: Geometry  # of its layers
     quantisation: str = NONE  # of the checkpoint itself
@@ -90,6 +92,9 @@ class Target:
         self.embedding: Tensor = model.get_input_embeddings().weight  # [V, D]
         self.vocab_size, self.hidden_size = self.head_weight.shape
         self.layers = int(self.config.num_hidden_layers)
+        self.served_head = self.head_weight  # another one where an adapter was merged into it
+        self.adapter: Adapter | None = None
+        self.reload: Callable[[], Target] | None = None  # the original, where this is another
         self.dtype, self.device = self.head_weight.dtype, self.head_weight.device
         self.eos_ids = eos_ids(model, tokenizer)
         self.adjust = logit_adjustment(self.config.to_dict())
@@ -149,9 +154,16 @@ class Target:
 
     @torch.no_grad()
     def states(self, batch: Batch, taps: tuple[int, ...] = ()) -> TargetStates:
-        """States of packed rows. Without mask and cache, transformers separates documents by their
-        restarting positions, for full, sliding and chunked attention; documents of a target with
-        recurrent states get rows of their own. Taps are 0-based layer outputs."""
+        """States of packed rows. Taps are 0-based layer outputs."""
+        return self.differentiable_states(batch, taps)
+
+    def differentiable_states(self, batch: Batch, taps: tuple[int, ...] = ()) -> TargetStates:
+        """`states`, with a gradient for what is trained of the target.
+
+        Without mask and cache, transformers separates documents by their restarting positions, for
+        full, sliding and chunked attention; documents of a target with recurrent states get rows of
+        their own.
+        """
         if self.layer_types & RECURRENT and bool((batch.documents > 0).any()):
             return self.states_by_document(batch, taps)
         inputs = {"input_ids": batch.ids, "position_ids": batch.positions, "use_cache": False}
@@ -174,7 +186,8 @@ class Target:
         ids = batch.ids.new_zeros((int(number.max()) + 1, int(position.max()) + 1))
         ids[number, position] = batch.ids[row, column]
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        states = self.states(Batch(ids, positions, torch.zeros_like(ids), ids > 0), taps)
+        padded = Batch(ids, positions, torch.zeros_like(ids), ids > 0)
+        states = self.differentiable_states(padded, taps)
 
         def repacked(one: Tensor) -> Tensor:
             packed = one.new_zeros((*batch.ids.shape, one.shape[-1]))
@@ -203,7 +216,22 @@ class Target:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final states [..., D] -> logits [..., V] with the model's own scale and soft-cap."""
-        return self.adjust(nn.functional.linear(hidden, self.head_weight))
+        if self.adapter is not None:
+            return self.adjust(self.adapter.project(hidden))
+        return self.adjust(nn.functional.linear(hidden, self.served_head))
+
+    @contextmanager
+    def original(self) -> Iterator["Target"]:
+        """The target without its adapter, while the block runs: itself switched over, or, where the
+        adapter was merged, loaded once more.
+        """
+        if self.adapter is not None:
+            with self.adapter.off():
+                yield self
+        elif self.reload is not None:
+            yield self.reload()
+        else:
+            yield self
 
     @torch.no_grad()
     def step(
@@ -497,12 +525,13 @@ def make_fingerprint(
         "template": hashlib.sha256(str(template).encode()).hexdigest()[:16],
         "content": "none" if folder is None else folder_content(folder),
         "quantisation": quantisation_of(model.config),
+        "adapter": NONE,
     }
 
 
 def remembered(stored: dict[str, Any], now: dict[str, str]) -> dict[str, Any]:
     """A fingerprint that was written earlier, with what older ones do not say."""
-    return {"content": now["content"], "quantisation": NONE, **stored}
+    return {"content": now["content"], "quantisation": NONE, "adapter": NONE, **stored}
 
 
 def hub_commit(model: str) -> str | None:
@@ -630,5 +659,6 @@ def shape_of(config: Any, template: Any, *, trust_remote_code: bool = False) -> 
         template=template if template is None or isinstance(template, str) else str(template),
         geometry=geometry_of(text),
         linear_parameters=sum(one.weight.numel() for one in inner),
+        linear_sides=sum(one.in_features + one.out_features for one in inner),
         quantisation=quantisation,
     )
