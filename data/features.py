@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from draftsmith.data.bar import Bar
 from draftsmith.data.dataset import PackedRows, fingerprint
 from draftsmith.data.plan import free_disk, size
+from draftsmith.drafters.fingerprint import remembered
 from draftsmith.drafters.slots import TargetStates
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.errors import UserError
@@ -66,16 +67,30 @@ class FeatureCache:
             f"are free in {self.folder}"
         )
 
-    def fill(self, *, share: tuple[int, int] = (0, 1), shown: bool = True) -> None:
+    def fill(
+        self,
+        missing: Sequence[int],
+        *,
+        share: tuple[int, int] = (0, 1),
+        shown: bool = True,
+        in_lockstep: bool = False,
+    ) -> None:
         """Compute the missing shards. Raises UserError where they cannot be written.
 
-        `share` (rank, ranks) divides the shards. All ranks must have checked before one fills.
+        `share` (rank, ranks) divides the shards. All ranks must have looked what is missing before
+        one fills. in_lockstep: all ranks make equally many passes, for a target that is spread.
         """
         rank, ranks = share
-        shards = [shard for shard in self.missing() if shard % ranks == rank]
-        if not shards:
-            return
-        count = sum(len(self.rows_of(shard)) for shard in shards)
+        shares = [[shard for shard in missing if shard % ranks == one] for one in range(ranks)]
+        counts = [sum(len(self.rows_of(shard)) for shard in one) for one in shares]
+        shards, count = shares[rank], counts[rank]
+        if shards:
+            self.write(shards, count, shown=shown)
+        for _ in range(max(counts) - count if in_lockstep else 0):
+            self.compute(0)
+
+    def write(self, shards: Sequence[int], count: int, *, shown: bool) -> None:
+        """Compute these shards, of `count` rows."""
         try:
             text = json.dumps(self.manifest(), indent=2, sort_keys=True)
             write_text(self.folder / MANIFEST, text + "\n")
@@ -175,8 +190,9 @@ def check_manifest(folder: Path, manifest: dict[str, Any]) -> None:
             raise UserError(f"{folder}: no {MANIFEST} says whose states these are; {again}")
         return
     try:
-        there = flat(json.loads(path.read_bytes()))
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        there = json.loads(path.read_bytes())
+        there = flat({**there, "target": remembered(there["target"], manifest["target"])})
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: is damaged ({error}); {again}") from error
     here = flat(manifest)
     differing = [

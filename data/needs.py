@@ -28,7 +28,7 @@ def trained_parameters(config: DrafterConfig, shape: TargetShape) -> int:
             return config.heads * (blocks + extra[config.projection])
         case MtpConfig():
             size = shape.hidden_size
-            return max(shape.layer_parameters) + 2 * size * size + 3 * size
+            return config.depths * (max(shape.layer_parameters) + 2 * size * size + 3 * size)
         case DFlashConfig():
             size, taps = shape.hidden_size, len(config.taps) or config.layers
             return taps * size**2 + 2 * size + config.layers * shape.geometry.layer_parameters

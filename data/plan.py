@@ -27,7 +27,14 @@ from draftsmith.data.needs import (
     trained_parameters,
 )
 from draftsmith.drafters.dflash import spread_taps
-from draftsmith.drafters.target import TargetShape, describe, pick_device
+from draftsmith.drafters.mtp_layer import check_layer
+from draftsmith.drafters.target import (
+    TargetShape,
+    describe,
+    layer_stack,
+    pick_device,
+    skeleton,
+)
 from draftsmith.recipes.entry import run_folder
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import (
@@ -39,6 +46,7 @@ from draftsmith.recipes.schema import (
     MedusaConfig,
     MtpConfig,
     Recipe,
+    TargetConfig,
 )
 
 ROW_BYTES = 14  # of a row's file per token: its id and its text
@@ -198,6 +206,8 @@ def check_target(recipe: Recipe, shape: TargetShape) -> None:
             "answer prompts; give an instruction-tuned model"
         )
     check_drafter(recipe.drafter, shape, name)
+    if isinstance(recipe.drafter, MtpConfig):
+        check_layer_of(recipe.target)
     longest = {"data.distil.max_new_tokens": recipe.data.distil.max_new_tokens}
     longest["eval.max_new_tokens"] = recipe.eval.max_new_tokens + recipe.drafter.depth
     for key, answer in longest.items():
@@ -227,11 +237,6 @@ def check_drafter(drafter: DrafterConfig, shape: TargetShape, name: str) -> None
                 f"drafter.rank: {rank} is more than the hidden size of {name} "
                 f"({shape.hidden_size}), a low rank is less"
             )
-        case MtpConfig() if not shape.layer_parameters:
-            raise UserError(
-                f"drafter.kind: {name} has no stack of layers that an mtp block could be made of; "
-                "take another kind"
-            )
         case DFlashConfig():
             check_block_drafter(drafter, shape, name)
         case DraftModelConfig(models=()) if not shape.layer_parameters:
@@ -243,6 +248,14 @@ def check_drafter(drafter: DrafterConfig, shape: TargetShape, name: str) -> None
             raise UserError(
                 f"drafter.layers: {layers} is more than the {shape.layers} of {name}; give fewer"
             )
+
+
+def check_layer_of(target: TargetConfig) -> None:
+    """Whether an MTP block can be made of the target's layers."""
+    model = skeleton(target)
+    text = model.config.get_text_config()
+    base = model.get_decoder()
+    check_layer(base, text, layer_stack(base, text.num_hidden_layers), target.model)
 
 
 def check_block_drafter(config: DFlashConfig, shape: TargetShape, name: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from draftsmith.drafters.fingerprint import remembered
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import write_text
 from draftsmith.recipes.stages import flat
@@ -124,7 +125,9 @@ def agree_on_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
             return write_text(path, json.dumps(manifest, indent=2, sort_keys=True) + "\n")
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror})") from error
-    there, here = flat(read_manifest(folder)), flat(json.loads(json.dumps(manifest)))
+    known = read_manifest(folder)
+    there = flat({**known, "target": remembered(known["target"], manifest["target"])})
+    here = flat(json.loads(json.dumps(manifest)))
     differing = [
         f"{name} was {there.get(name)!r}, now {here.get(name)!r}"
         for name in sorted(there.keys() | here.keys())

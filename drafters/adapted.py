@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.drafters.adapter import FOLDER, Adapter, fresh, stored
-from draftsmith.drafters.quantised import NONE
+from draftsmith.drafters.fingerprint import NONE
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import AdapterConfig, TargetConfig

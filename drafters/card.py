@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from draftsmith.drafters.quantised import NONE
+from draftsmith.drafters.fingerprint import NONE
 
 CARD = """---
 base_model: {model}

@@ -24,8 +24,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftsmith.drafters.card import model_card
+from draftsmith.drafters.fingerprint import remembered
 from draftsmith.drafters.methods import CONFIGS, Drafter, build
-from draftsmith.drafters.target import Target, remembered
+from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import sync, write_text

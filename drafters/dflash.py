@@ -26,13 +26,11 @@ from draftsmith.drafters.dflash_format import check_config, native_config
 from draftsmith.drafters.dflash_layers import Attend, DraftLayer, RMSNorm, Rope, Rotary
 from draftsmith.drafters.dflash_mask import check_mask_token, propose_mask_token
 from draftsmith.drafters.dflash_start import start_from_target
-from draftsmith.drafters.draws import draw_slots
 from draftsmith.drafters.export import assistant_model
 from draftsmith.drafters.geometry import geometry_of
-from draftsmith.drafters.grow import best_columns
 from draftsmith.drafters.projection import slot_logits, top_tokens
 from draftsmith.drafters.proposal import Draw, Plan, Proposal, Verdict
-from draftsmith.drafters.sampler import standardise
+from draftsmith.drafters.slot_proposal import propose_slots
 from draftsmith.drafters.slots import (
     Batch,
     Head,
@@ -210,17 +208,8 @@ class DFlash(nn.Module):
     @torch.no_grad()
     def propose(self, state: DFlashState, root: Tensor, plan: Plan) -> Proposal:
         """One pass over the block; guesses of every slot, or draws from its law, as the tree."""
-        batch, tree = root.shape[0], plan.tree
-        hidden = self.block_states(state.cache, root)[:, 1 : 1 + len(tree.paths[-1])]
-        logits = slot_logits(hidden, self.head(), self.adjust)  # [B, depth of the tree, Vq]
-        if plan.draw != "point":
-            laws = standardise(logits, plan.sampling)
-            return draw_slots(laws, tree, plan.draw, plan.coins, self.draft_ids)
-        best = best_columns(logits, tree.width)  # [B, K, S]
-        best = best if self.draft_ids is None else self.draft_ids[best]
-        tokens = best[:, tree.depth - 1, tree.rank]  # [B, M]
-        valid = torch.ones_like(tokens, dtype=torch.bool)
-        return Proposal(tokens, tree.parent.expand(batch, -1), valid)
+        hidden = self.block_states(state.cache, root)[:, 1 : 1 + len(plan.tree.paths[-1])]
+        return propose_slots(slot_logits(hidden, self.head(), self.adjust), plan, self.draft_ids)
 
     def block_states(self, cache: TargetCache, root: Tensor) -> Tensor:
         """States [B, block, D] behind the cached contexts. Nothing of the block stays cached."""

@@ -5,7 +5,7 @@ there it is put back into a copy of the target. vLLM and SGLang have no class fo
 targets; MiMo's, whose block is Qwen2's, computes the same for those without norms of heads.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ NATIVE = {  # families with such a layer, by who loads it
 }
 BIASES = ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias")
 MIMO = LAYOUTS["mtp_layers"]
-PREFIX = MIMO.prefix
+PREFIX = MIMO.at(0)
 COPIES = ("model.embed_tokens.weight", "lm_head.weight")
 LAYER = {  # of a block of Qwen2's; D hidden, q and kv widths of the heads, F of the MLP
     "self_attn.q_proj.weight": ("q", "D"),
@@ -131,10 +131,11 @@ def read_served(folder: Path, source: Source) -> MtpModule:
     if config.get("architectures") == ["MiMoForCausalLM"]:
         return read_mimo(folder, source, config)
     made = fresh(source)
-    expected = made.block.state_dict()
+    first, weights = made.block.hidden_first, list[dict[str, Tensor]]()
     try:
-        found = find(folder, source.target.layers)
-        weights = read_block(found, expected, hidden_first=made.block.hidden_first)
+        for depth, block in enumerate(made.blocks):
+            found = find(folder, source.target.layers, depth)
+            weights.append(read_block(found, block.state_dict(), hidden_first=first))
     except UserError as error:
         raise ValueError(str(error)) from error
     return filled(made, weights)
@@ -142,11 +143,12 @@ def read_served(folder: Path, source: Source) -> MtpModule:
 
 def write_stitched(source: Source, folder: Path) -> None:
     """A copy of the target's checkpoint with this layer in it."""
-    block, target = mtp_of(source, "a family's own class").block, source.target
+    module, target = mtp_of(source, "a family's own class"), source.target
     files = checkpoint_folder(target.model.config.name_or_path)
     folder.rmdir()
-    weights = block.state_dict()
-    stitch(files, weights, folder, layers=target.layers, hidden_first=block.hidden_first)
+    weights = [block.state_dict() for block in module.blocks]
+    first = module.block.hidden_first
+    stitch(files, weights, folder, layers=target.layers, hidden_first=first)
 
 
 # --- MiMo's layout ---
@@ -176,6 +178,8 @@ def mimo_tensors(module: MtpModule, target: Target, engine: str) -> dict[str, Te
     one that Qwen2's block does not compute.
     """
     block = module.block
+    if len(module.blocks) > 1:
+        raise refuse(engine, "MiMo's class has one layer; train with drafter.depths=1")
     weights = swapped(block.state_dict(), block.hidden_first != MIMO.hidden_first)
     named = {MIMO.theirs(name): value.detach() for name, value in weights.items()}
     sizes = sides(target.config.to_dict())
@@ -267,7 +271,7 @@ def read_mimo(folder: Path, source: Source, config: Mapping[str, Any]) -> MtpMod
     if any(bool(tensors[name].any()) for name in left):
         raise ValueError(f"{', '.join(sorted(left))} is not 0, and the target's layers have none")
     weights = {name: tensors[theirs] for name, theirs in wanted.items()}
-    return filled(made, swapped(weights, made.block.hidden_first != MIMO.hidden_first))
+    return filled(made, [swapped(weights, made.block.hidden_first != MIMO.hidden_first)])
 
 
 # --- transformers ---
@@ -282,7 +286,10 @@ def write_transformers(source: Source, folder: Path) -> None:
 def read_transformers(folder: Path, source: Source) -> MtpModule:
     """The layer as transformers' `MtpModel` loads it. Raises ValueError."""
     config, made = read_config(folder), fresh(source)
-    check_values(config, {"num_mtp_layers": 1, "mtp_hidden_states_first": made.block.hidden_first})
+    layers = len(made.blocks)
+    check_values(
+        config, {"num_mtp_layers": layers, "mtp_hidden_states_first": made.block.hidden_first}
+    )
     tensors, expected = read_tensors(folder), made.named_weights()
     check_tensors(tensors, {name: tuple(value.shape) for name, value in expected.items()})
     made.load_native(tensors)
@@ -317,7 +324,10 @@ def told_of_layer(model: Any, folder: Path) -> Iterator[None]:
     for name in told:
         setattr(config, name, written[name])
     config.name_or_path, config.dtype = str(folder), model.dtype
-    model._keys_to_ignore_on_load_unexpected = [r"^mtp\."]
+    first = config.num_hidden_layers  # of ours on, where there are several
+    layers = range(first, first + int(written["num_mtp_layers"]))
+    several = [rf"model\.layers\.{layer}\..*" for layer in layers]
+    model._keys_to_ignore_on_load_unexpected = [r"^mtp\.", *several]
     try:
         yield
     finally:
@@ -341,6 +351,12 @@ def mtp_of(source: Source, engine: str) -> MtpModule:
             engine,
             "it feeds the layer its own states after the norm, and this drafter was trained with "
             "those before it; train with drafter.recycles=post_norm",
+        )
+    if (module.config.reads, module.config.position_shift) != ("post_norm", 0):
+        raise refuse(
+            engine,
+            "it feeds the layer the target's states after the last norm, at the token's own "
+            "position; train with drafter.reads=post_norm and drafter.position_shift=0",
         )
     return module
 
@@ -379,8 +395,9 @@ def fresh(source: Source) -> MtpModule:
 
 
 @torch.no_grad()
-def filled(module: MtpModule, weights: Mapping[str, Tensor]) -> MtpModule:
-    """With these weights, in the target's dtype."""
-    for name, value in module.block.state_dict().items():
-        value.copy_(weights[name])
+def filled(module: MtpModule, weights: Sequence[Mapping[str, Tensor]]) -> MtpModule:
+    """With these weights, by depth, in the target's dtype."""
+    for block, own in zip(module.blocks, weights, strict=True):
+        for name, value in block.state_dict().items():
+            value.copy_(own[name])
     return module.to(module.target.dtype).eval()

@@ -16,7 +16,7 @@ full-vocabulary heads, `{i}.1.weight`; `config.json` is the superset that vLLM <
 that layout cannot say (draft vocabulary, low-rank factors, C_k) lies under key names of our own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from draftsmith.drafters.layout import last_of
 from draftsmith.drafters.projection import slot_logits, top_tokens
 from draftsmith.drafters.proposal import Draw, Plan, Proposal, Verdict
+from draftsmith.drafters.slot_proposal import propose_slots
 from draftsmith.drafters.slots import (
     Batch,
     Head,
@@ -52,7 +53,7 @@ class MedusaHeads(nn.Module):
     """K residual heads; `depth` is K."""
 
     native_file = "medusa_lm_head.safetensors"
-    draws: tuple[Draw, ...] = ()
+    draws: tuple[Draw, ...] = ("chain", "iid", "without_replacement")
     taps: tuple[int, ...] = ()
     rows: Tensor  # [Vq, D], the target's head rows that drafts may use
     draft_ids: Tensor | None  # [Vq] their target ids; None: all
@@ -132,23 +133,29 @@ class MedusaHeads(nn.Module):
         hidden = self.states(before_roots(states.final, roots), tokens)[:, :slots]
         return top_tokens(hidden, head, count, chunk=chunk, adjust=self.adjust)
 
+    def first_logits(
+        self, batch: Batch, states: TargetStates, roots: Roots
+    ) -> Callable[[Tensor], Tensor]:
+        """Of the first heads at these roots."""
+        tokens, hidden = batch.ids[roots.row, roots.position], before_roots(states.final, roots)
+        head = self.head()
+        first = Head(head.shared, None if head.own is None else head.own[:1], head.ids)
+
+        def logits(groups: Tensor) -> Tensor:
+            found = self.states(hidden[groups], tokens[groups])[:, :1]
+            return slot_logits(found, first, self.adjust)[:, 0]
+
+        return logits
+
     def start(self, ids: Tensor, lengths: Tensor, states: TargetStates) -> MedusaState:
         """After prefill, ids [B, T]: the heads read the state at the prompt's last token."""
         return MedusaState(last_of(states.final, lengths))
 
     @torch.no_grad()
     def propose(self, state: MedusaState, root: Tensor, plan: Plan) -> Proposal:
-        """Point-mass guesses of every slot, laid out as the tree (on the drafter's device)."""
-        batch, tree = root.shape[0], plan.tree
-        logits = slot_logits(
-            self.states(state.hidden, root), self.head(), self.adjust
-        )  # [B, K, Vq]
-        best = logits.topk(tree.width, dim=-1).indices  # [B, K, S]
-        if self.draft_ids is not None:
-            best = self.draft_ids[best]
-        tokens = best[:, tree.depth - 1, tree.rank]  # [B, M]
-        valid = torch.ones_like(tokens, dtype=torch.bool)
-        return Proposal(tokens, tree.parent.expand(batch, -1), valid)
+        """Guesses of every slot, or draws from its law, laid out as the tree."""
+        logits = slot_logits(self.states(state.hidden, root), self.head(), self.adjust)
+        return propose_slots(logits, plan, self.draft_ids)
 
     def commit(
         self, state: MedusaState, proposal: Proposal, verdict: Verdict, states: TargetStates

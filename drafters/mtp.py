@@ -5,8 +5,11 @@ With its root at r, slot 1 reads the target's state at r - 1 and the root's embe
 x[r+1]. Slot k > 1 reads its own state of slot k - 1 and the embedding of x[r+k-1]. The layer
 attends to slot-1 entries of the whole text before, and to the slots of its own round.
 
+With `depths` every slot has a layer of its own instead (`mtp_depths.py`).
+
 Files keep the `mtp.*` layout of Qwen3-Next: `mtp.fc`, `mtp.pre_fc_norm_embedding`,
-`mtp.pre_fc_norm_hidden`, `mtp.norm` and `mtp.layers.0.*`; embedding and head are the target's.
+`mtp.pre_fc_norm_hidden`, `mtp.norm` and `mtp.layers.0.*`; several layers that of DeepSeek-V3.
+Embedding and head are the target's.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,9 +21,17 @@ from torch import Tensor, nn
 
 from draftsmith.drafters.cache import TargetCache
 from draftsmith.drafters.grow import grow
-from draftsmith.drafters.mtp_block import MtpBlock
+from draftsmith.drafters.mtp_block import MtpBlock, before_norm
 from draftsmith.drafters.mtp_cache import MtpState, Reader, begin
-from draftsmith.drafters.mtp_files import LAYOUTS
+from draftsmith.drafters.mtp_depths import (
+    DepthState,
+    Stack,
+    begin_depths,
+    commit_depths,
+    depth_groups,
+    propose_depths,
+)
+from draftsmith.drafters.mtp_files import own_layout
 from draftsmith.drafters.mtp_slots import Recursion
 from draftsmith.drafters.projection import slot_logits, top_tokens
 from draftsmith.drafters.proposal import Draw, Plan, Proposal, Verdict
@@ -40,7 +51,7 @@ CHUNK = 256  # groups whose likeliest tokens are looked up at once, where drafts
 
 
 class MtpModule(nn.Module):
-    """One block for all slots; `depth` is K."""
+    """One block for all slots, or one for each; `depth` is K."""
 
     native_file = "model.safetensors"
     draws: tuple[Draw, ...] = ("chain", "without_replacement", "iid")
@@ -52,13 +63,30 @@ class MtpModule(nn.Module):
     def __init__(self, config: MtpConfig, target: Target, draft_ids: Tensor | None) -> None:
         super().__init__()
         self.config, self.depth, self.target = config, config.draft_tokens, target
-        self.block = MtpBlock(config, target)
+        self.blocks = nn.ModuleList(
+            MtpBlock(config, target, place) for place in range(config.depths)
+        )
         weight = target.head_weight.detach()
         rows = weight if draft_ids is None else weight[draft_ids.to(target.device)]
+        self.undone: Tensor | None = None
+        if config.reads == "pre_norm":
+            self.undone = before_norm(target.base.norm, target.hidden_size, target.name)
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("embedding", target.embedding.detach(), persistent=False)
         self.register_buffer("draft_ids", draft_ids, persistent=False)
         self.width = rows.shape[0]
+
+    @property
+    def block(self) -> MtpBlock:
+        """Of slot 1."""
+        first: MtpBlock = self.blocks[0]  # type: ignore[assignment]
+        return first
+
+    @property
+    def stack(self) -> Stack:
+        """The depths, where each has weights of its own."""
+        blocks: list[MtpBlock] = list(self.blocks)  # type: ignore[arg-type]
+        return Stack(blocks, self.embed, self.recycled, self.logits_of)
 
     def head(self) -> Head:
         """How slot states become logits."""
@@ -68,11 +96,21 @@ class MtpModule(nn.Module):
         """[..] -> [.., D] in the block's dtype."""
         return self.embedding[ids].to(self.block.fc.weight.dtype)
 
+    def read(self, final: Tensor) -> Tensor:
+        """The target's states [.., D] as slot 1 reads them: where they are those before its last
+        norm, up to their length, which the layer's own norm does not notice.
+        """
+        return final if self.undone is None else (final.float() * self.undone).to(final.dtype)
+
     def recycle(self, output: Tensor) -> Tensor:
         """The block's output as the next slot reads it."""
+        return self.recycled(self.block, output)
+
+    def recycled(self, block: MtpBlock, output: Tensor) -> Tensor:
+        """A block's output as the next slot reads it."""
         if self.config.recycles == "pre_norm":
             return output
-        normed: Tensor = self.block.norm(output)
+        normed: Tensor = block.norm(output)
         return normed
 
     # --- training ---
@@ -90,7 +128,9 @@ class MtpModule(nn.Module):
         self, batch: Batch, states: TargetStates, roots: Roots, depth: int, recursion: str
     ) -> Tensor:
         """What the head reads, [N, depth, D]."""
-        final = states.final.to(self.block.fc.weight.dtype)
+        if len(self.blocks) > 1:
+            return depth_groups(self.stack, batch, self.read(states.final), roots, depth)
+        final = self.read(states.final).to(self.block.fc.weight.dtype)
         run = Recursion(self.block, self.embed, self.recycle, batch, roots)
         run.first(final)
         for _ in range(1, depth):
@@ -133,14 +173,18 @@ class MtpModule(nn.Module):
         return Reader(self.block, self.embed, self.recycle, cache)
 
     @torch.no_grad()
-    def start(self, ids: Tensor, lengths: Tensor, states: TargetStates) -> MtpState:
+    def start(self, ids: Tensor, lengths: Tensor, states: TargetStates) -> MtpState | DepthState:
         """After prefill: the block reads the prompts."""
+        if len(self.blocks) > 1:
+            return begin_depths(self.stack, ids, lengths, self.read(states.final))
         reader = self.reader(TargetCache(self.block.layer_config))
-        return begin(reader, ids, lengths, states.final)
+        return begin(reader, ids, lengths, self.read(states.final))
 
     @torch.no_grad()
-    def propose(self, state: MtpState, root: Tensor, plan: Plan) -> Proposal:
+    def propose(self, state: MtpState | DepthState, root: Tensor, plan: Plan) -> Proposal:
         """Drafts in the plan's shape, each from the states of those before it."""
+        if isinstance(state, DepthState):
+            return propose_depths(self.stack, state, root, plan, self.draft_ids)
         reader, known = self.reader(state.cache), state.known
         first = self.logits(reader.read_root(state, root))
 
@@ -151,17 +195,28 @@ class MtpModule(nn.Module):
 
     def logits(self, output: Tensor) -> Tensor:
         """The block's outputs [.., D] -> [.., Vq] in fp32."""
-        hidden = self.block.norm(output)
+        return self.logits_of(self.block, output)
+
+    def logits_of(self, block: MtpBlock, output: Tensor) -> Tensor:
+        """A block's outputs [.., D] -> [.., Vq] in fp32."""
+        hidden = block.norm(output)
         flat = slot_logits(hidden.flatten(0, -2)[:, None], self.head(), self.target.adjust)
         return flat.view(*output.shape[:-1], -1)
 
     def commit(
-        self, state: MtpState, proposal: Proposal, verdict: Verdict, states: TargetStates
-    ) -> MtpState:
+        self,
+        state: MtpState | DepthState,
+        proposal: Proposal,
+        verdict: Verdict,
+        states: TargetStates,
+    ) -> MtpState | DepthState:
         """Forget the drafts; what was accepted is read anew from the target's states."""
-        return state.after(proposal, verdict, states)
+        read = TargetStates(self.read(states.final))
+        if isinstance(state, DepthState):
+            return commit_depths(state, proposal, verdict, read)
+        return state.after(proposal, verdict, read)
 
-    def select(self, state: MtpState, rows: Tensor) -> MtpState:
+    def select(self, state: MtpState | DepthState, rows: Tensor) -> MtpState | DepthState:
         """These rows of the batch."""
         return state.select(rows)
 
@@ -170,19 +225,22 @@ class MtpModule(nn.Module):
         return None
 
     def cache_bytes_per_token(self) -> int:
-        """Keys and values of one layer."""
+        """Keys and values of its layers."""
         config = self.block.layer_config.to_dict()
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        return int(2 * heads * width * self.rows.element_size())
+        return int(2 * len(self.blocks) * heads * width * self.rows.element_size())
 
     # --- files ---
 
     def named_weights(self) -> dict[str, Tensor]:
-        """The block's tensors under their names in files."""
-        layout = LAYOUTS["mtp"]
-        state = self.block.state_dict()
-        return {layout.prefix + layout.theirs(name): value for name, value in state.items()}
+        """The blocks' tensors under their names in files."""
+        layout = own_layout(len(self.blocks))
+        return {
+            layout.at(self.target.layers, place) + layout.theirs(name): value
+            for place, block in enumerate(self.blocks)
+            for name, value in block.state_dict().items()
+        }
 
     def native_tensors(self) -> dict[str, Tensor]:
         """Tensors under their names in files, on the CPU."""
@@ -200,12 +258,13 @@ class MtpModule(nn.Module):
     def native_config(self, meta: Mapping[str, Any]) -> dict[str, Any]:
         """config.json: the target's, and how many layers of what kind drafts have."""
         kinds = self.block.layer_config.to_dict().get("layer_types") or ["full_attention"]
+        count = len(self.blocks)
         return {
             **self.target.config.to_dict(),
-            "num_nextn_predict_layers": 1,
-            "num_mtp_layers": 1,
-            "mtp_num_hidden_layers": 1,
-            "mtp_layer_types": kinds,
+            "num_nextn_predict_layers": count,
+            "num_mtp_layers": count,
+            "mtp_num_hidden_layers": count,
+            "mtp_layer_types": kinds * count,
             "mtp_hidden_states_first": self.block.hidden_first,
         }
 

@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 
 from draftsmith.drafters.reach import Reach
 from draftsmith.drafters.slots import Entries
+from draftsmith.recipes.errors import UserError
 
 OURS = "draftsmith_mtp"  # transformers' name for `attend`
 QUERIES = 1024  # roots of a document whose scores are held; of more, backward computes them anew
@@ -72,9 +73,10 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Queries [B, H, M, d], keys and values [B, Hkv, S, d] -> [B, M, H, d], in transformers' form.
 
-    Windows are in the masks.
+    Windows are in the masks. Raises UserError for sinks, which are not.
     """
-    assert s_aux is None, "attention sinks are not supported"
+    if s_aux is not None:
+        raise UserError("they have attention sinks")
     if chain is None:
         out = plain(query, key, value, attention_mask, scaling, softcap)
     elif chain.context is None:

@@ -8,37 +8,35 @@ and output (norms of heads, biases, gates) is done here too; only its attention 
 """
 
 import copy
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from draftsmith.drafters.mtp_attention import OURS, Chain, register
+from draftsmith.drafters.mtp_attention import Chain
+from draftsmith.drafters.mtp_families import check_family
 from draftsmith.drafters.mtp_files import checkpoint_folder, find, read_block
-from draftsmith.drafters.reach import layer_types, reaches
-from draftsmith.drafters.shallow import shallow_config
-from draftsmith.drafters.slots import Batch
-from draftsmith.drafters.target import Target
+from draftsmith.drafters.mtp_layer import check_layer, one_layer, rotary, start_layer
+from draftsmith.drafters.reach import reaches
+from draftsmith.drafters.target import Target, layer_stack
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import MtpConfig
 
-FULL = "full_attention"
-# Largest root mean square of what a copied layer reads. Slot 1 hits after 70 steps of one row,
-# lr 1e-3, on SmolLM2-135M: 18 % with about 4, 13 % with 30, 16 % with 1 and with random weights.
-SIZE = 4.0
+ROUTERS = ("gate", "router", "shared_expert_gate")  # beside `experts`
 
 
 class MtpBlock(nn.Module):
     """fc, three norms and a layer, in fp32. `reach` is how far the layer's attention looks back."""
 
-    def __init__(self, config: MtpConfig, target: Target) -> None:
+    def __init__(self, config: MtpConfig, target: Target, depth: int = 0) -> None:
+        """depth: which of the checkpoint's MTP layers it starts as, where it starts as one."""
         super().__init__()
         self.hidden_first = config.order == "hidden_first"
         self.shift = config.position_shift
-        self.place = start_layer(target)
-        self.layer_config = one_layer(target, self.place)
+        stack = layer_stack(target.base, target.layers)
+        check_layer(target.base, target.config, stack, target.name, target.layer_state)
+        self.place = start_layer(target.config)
+        self.layer_config = one_layer(target.config, self.place)
         self.reach = next(iter(reaches(self.layer_config).values()))
         size = target.hidden_size
         self.fc = nn.Linear(2 * size, size, bias=False)
@@ -46,12 +44,19 @@ class MtpBlock(nn.Module):
         self.pre_fc_norm_hidden = new_norm(target)
         self.layer = type(target.decoder_layers()[self.place])(self.layer_config, 0).float()
         self.norm = new_norm(target)
-        self.rotate = rotary(target, self.layer_config)
+        self.rotate = rotary(target.base, self.layer_config)
         self.cache_argument = target.cache_argument
+        if config.router == "frozen":
+            freeze_router(self.layer, target.name)
         if config.start == "checkpoint":
-            take_over(self, target)
+            take_over(self, target, depth, config)
         else:
             initialise(self, target, copied=config.start == "last_layer")
+
+    def inputs(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """Embeddings and states [.., D] as the projection reads them, [.., 2D]."""
+        read = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
+        return torch.cat(read[::-1] if self.hidden_first else read, dim=-1)
 
     def forward(
         self,
@@ -68,8 +73,7 @@ class MtpBlock(nn.Module):
         mask: [B or 1, 1, M, S] bool over the keys in the cache and these. In training, `chain`
         holds masks and keys instead.
         """
-        read = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
-        joined = self.fc(torch.cat(read[::-1] if self.hidden_first else read, dim=-1))
+        joined = self.fc(self.inputs(embedded, hidden))
         at = (positions + self.shift).clamp(min=0)
         out = self.layer(
             joined,
@@ -83,32 +87,6 @@ class MtpBlock(nn.Module):
         return state
 
 
-def start_layer(target: Target) -> int:
-    """The last layer of full attention; the last one where types are not told apart."""
-    kinds = layer_types(target.config)
-    if kinds is None or FULL not in kinds:
-        return target.layers - 1
-    return max(place for place, kind in enumerate(kinds) if kind == FULL)
-
-
-def one_layer(target: Target, place: int) -> Any:
-    """The target's text config with this layer alone, its attention ours. Raises UserError for a
-    layer without attention.
-    """
-    config = shallow_config(target.config, [place])
-    if not reaches(config):
-        raise UserError(
-            f"drafter.kind: {target.name} has no attention layer that an mtp block could be made "
-            "of; take another kind"
-        )
-    first = config.to_dict().get("first_k_dense_replace")  # DeepSeek: layers from here on are MoE
-    if first is not None and place >= first:
-        config.first_k_dense_replace = 0
-    register()
-    config._attn_implementation = OURS
-    return config
-
-
 def new_norm(target: Target) -> Any:
     """A norm like the target's last one, in fp32, its weights as new."""
     norm = copy.deepcopy(target.base.norm).float()
@@ -116,64 +94,59 @@ def new_norm(target: Target) -> Any:
     return norm.requires_grad_()
 
 
-def rotary(target: Target, config: Any) -> Callable[[Tensor, Tensor], Any]:
-    """(states, positions) -> the cosines and sines that the layer takes."""
-    module = target.base.rotary_emb
-    if "layer_type" not in inspect.signature(module.forward).parameters:
-        return lambda states, positions: module(states, positions)
-    (kind,) = layer_types(config) or ("",)
-    return lambda states, positions: module(states, positions, kind)
+def freeze_router(layer: nn.Module, name: str) -> None:
+    """What chooses the experts stays as it is. Raises UserError for a layer without experts."""
+    routed = [one for one in layer.modules() if "experts" in dict(one.named_children())]
+    routers = [
+        child for one in routed for called, child in one.named_children() if called in ROUTERS
+    ]
+    if not routers:
+        raise UserError(
+            f"drafter.router: the layers of {name} have no router that could be frozen; leave it "
+            "out"
+        )
+    for router in routers:
+        router.requires_grad_(False)
+
+
+def before_norm(norm: nn.Module, size: int, name: str) -> Tensor:
+    """What takes a state that such a norm wrote back to what it read, up to its length: [D]
+    factors. Raises UserError for a norm that does more than scale.
+    """
+    weight = next(norm.parameters())
+    probe = torch.linspace(-1, 2, size, dtype=weight.dtype, device=weight.device)[None]
+    scale = norm(torch.ones_like(probe))[0].float()
+    plain = nn.functional.rms_norm(probe.float(), (size,)) * scale
+    if not torch.allclose(
+        norm(probe).float(), plain, rtol=0.02, atol=0.02 * float(scale.abs().max())
+    ):
+        raise UserError(
+            f"drafter.reads: the last norm of {name} cannot be undone, it is no RMS norm; use "
+            "post_norm"
+        )
+    undone: Tensor = scale / (scale**2 + 1e-6)  # a weight of 0 stays one
+    return undone
 
 
 @torch.no_grad()
 def initialise(block: MtpBlock, target: Target, *, copied: bool) -> None:
-    """Start values. The last norm is the target's: its head reads what comes out.
-
-    copied: the layer is the target's. It reads the state alone, brought back to what it was before
-    the target's last norm; the embedding comes in with the first step. What the layer usually reads
-    may be large (a size of 30 in SmolLM2-135M): both it and what the layer adds to it are scaled
-    down to `SIZE` then, which its norms do not notice, so that the embedding is heard soon.
+    """Start values. The last norm is the target's: its head reads what comes out. A copied layer is
+    the target's; what it reads is fitted to the data (`mtp_fit.py`).
     """
     block.norm.load_state_dict(target.base.norm.state_dict())
     deviation = float(target.config.initializer_range)
-    if not copied:
-        for value in [block.fc.weight, *block.layer.parameters()]:
-            if value.ndim > 1:
-                value.normal_(std=deviation)
-        return
-    block.layer.load_state_dict(target.layer_state(block.place))
-    final, wanted = usual_states(target, block.place)
-    scale = target.base.norm(torch.ones_like(final[:1]))[0].float()
-    undone = scale / (scale**2 + 1e-6)  # a weight of 0 stays one
-    read = nn.functional.rms_norm(final.float(), final.shape[-1:]) * undone
-    size = wanted.clamp(max=SIZE)
-    state = torch.diag(undone * size / sizes(read).median())
-    for name, value in block.layer.named_parameters():
-        if "o_proj" in name or "down_proj" in name:
-            value.mul_(size / wanted)
-    halves = [torch.zeros_like(state), state]
-    block.fc.weight.copy_(torch.cat(halves[::-1] if block.hidden_first else halves, dim=1))
+    if copied:
+        block.layer.load_state_dict(target.layer_state(block.place))
+    for value in [block.fc.weight, *(() if copied else block.layer.parameters())]:
+        if value.ndim > 1:
+            value.normal_(std=deviation)
 
 
 @torch.no_grad()
-def take_over(block: MtpBlock, target: Target) -> None:
-    """The MTP layer that lies in the target's own files. Raises UserError."""
-    found = find(checkpoint_folder(target.model.config.name_or_path), target.layers)
+def take_over(block: MtpBlock, target: Target, depth: int, config: MtpConfig) -> None:
+    """An MTP layer that lies in the target's own files. Raises UserError."""
+    found = find(checkpoint_folder(target.model.config.name_or_path), target.layers, depth)
+    check_family(config, target.config.model_type, found.name)
     expected = block.state_dict()
     for name, value in read_block(found, expected, hidden_first=block.hidden_first).items():
         expected[name].copy_(value)
-
-
-def usual_states(target: Target, place: int) -> tuple[Tensor, Tensor]:
-    """Final states [n, D] of a few tokens, and how large the states are that a layer reads."""
-    ids = torch.arange(64, device=target.device)[None] * 97 % target.vocab_size
-    where = torch.arange(64, device=target.device)[None]
-    batch = Batch(ids, where, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))
-    states = target.states(batch, (place - 1,) if place else ())
-    before = target.embedding[ids] if states.layers is None else states.layers
-    return states.final[0], sizes(before.float()).median()
-
-
-def sizes(states: Tensor) -> Tensor:
-    """Root mean squares, [..] from [.., D]."""
-    return states.pow(2).mean(dim=-1).sqrt()

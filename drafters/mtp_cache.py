@@ -49,6 +49,37 @@ class MtpState:
         return MtpState(self.cache, lengths, self.tokens[rows], counts, self.hidden[rows])
 
 
+@dataclass(frozen=True)
+class Feed:
+    """Where a pass's tokens lie: the last of `nodes`, behind `known` entries of every row."""
+
+    known: list[int]
+    nodes: Nodes
+    ahead: int = 0  # how far behind its root the token is that an entry reads
+
+
+def feed(
+    block: MtpBlock, cache: TargetCache, embedded: Tensor, hidden: Tensor, given: Feed
+) -> Tensor:
+    """The block on embeddings and states [B, M, D], which the cache then holds: [B, M, D]."""
+    batch, count = embedded.shape[:2]
+    known, nodes, device = given.known, given.nodes, embedded.device
+    extent = cache.open(batch, count, device)
+    uniform = min(known) == max(known)
+    starts: Tensor | int = known[0]
+    if not uniform:
+        starts = torch.tensor(known, device=device)[:, None]
+    positions = starts + nodes.depth  # [R, M'] in entries; a text's first token has none
+    always = count > 1 or not block.reach.covers(extent.longest + count)
+    found = masks({"": block.reach}, nodes, positions, starts, max(known), always=always)
+    mask = None if found is None else found[""][:, :, -count:]
+    at = (positions[:, -count:] + 1 + given.ahead).expand(batch, -1)
+    hidden = hidden.to(block.fc.weight.dtype)
+    out: Tensor = block(embedded, hidden, at, mask=mask, cache=cache.cache)
+    cache.close(count)
+    return out
+
+
 @dataclass
 class Reader:
     """A block that reads tokens behind what a cache holds, for one round."""
@@ -64,21 +95,7 @@ class Reader:
         """Read tokens [B, M], the last of these nodes, which lie behind `known` entries; states
         [B, M, D].
         """
-        batch, count = tokens.shape
-        extent = self.cache.open(batch, count, tokens.device)
-        uniform = min(known) == max(known)
-        starts: Tensor | int = known[0]
-        if not uniform:
-            starts = torch.tensor(known, device=tokens.device)[:, None]
-        positions = starts + nodes.depth  # [R, M'] in entries; a text's first token has none
-        always = count > 1 or not self.block.reach.covers(extent.longest + count)
-        found = masks({"": self.block.reach}, nodes, positions, starts, max(known), always=always)
-        mask = None if found is None else found[""][:, :, -count:]
-        at = (positions[:, -count:] + 1).expand(batch, -1)
-        hidden = hidden.to(self.block.fc.weight.dtype)
-        out: Tensor = self.block(self.embed(tokens), hidden, at, mask=mask, cache=self.cache.cache)
-        self.cache.close(count)
-        return out
+        return feed(self.block, self.cache, self.embed(tokens), hidden, Feed(known, nodes))
 
     def read_root(self, state: MtpState, root: Tensor) -> Tensor:
         """Read what was accepted and the new root [B]; the block's output there, [B, D]."""

@@ -18,13 +18,16 @@ from torch import Tensor
 
 from draftsmith.recipes.errors import UserError
 
+MOST = 16  # MTP layers that are looked for
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EXPERT = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")  # fused in transformers' modules
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a family names one MTP layer. `{n}` is the number of the target's layers."""
+    """How a family names an MTP layer. `{n}` is the number of the target's layers and those before
+    it, `{i}` that of those before it.
+    """
 
     prefix: str
     fc: str
@@ -35,9 +38,13 @@ class Layout:
     hidden_first: bool = False
     copies: tuple[str, ...] = ()  # of the target's embedding and head, which may be there
 
-    def first(self, layers: int) -> str:
+    def at(self, layers: int, depth: int = 0) -> str:
+        """The prefix of the MTP layer of this depth (0-based), behind so many layers."""
+        return self.prefix.format(n=layers + depth, i=depth)
+
+    def first(self, layers: int, depth: int = 0) -> str:
         """The tensor by which such a layer is known."""
-        return f"{self.prefix.format(n=layers)}{self.fc}.weight"
+        return f"{self.at(layers, depth)}{self.fc}.weight"
 
     def theirs(self, name: str) -> str:
         """A tensor of `MtpBlock` as this family names it, behind the prefix."""
@@ -49,6 +56,14 @@ class Layout:
         }
         first, _, rest = name.partition(".")
         return f"{known[first]}.{rest}" if first in known else f"{self.layer}{rest}"
+
+    def ours(self, name: str) -> str:
+        """A tensor of this family, without the prefix, as `MtpBlock` names it."""
+        outer = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        for own in outer:
+            if name == self.theirs(f"{own}.{name.rpartition('.')[2]}"):
+                return f"{own}.{name.rpartition('.')[2]}"
+        return f"layer.{name.removeprefix(self.layer)}"
 
 
 LAYOUTS = {
@@ -73,7 +88,7 @@ LAYOUTS = {
     ),
     # MiMo
     "mtp_layers": Layout(
-        prefix="model.mtp_layers.0.",
+        prefix="model.mtp_layers.{i}.",
         fc="input_proj",
         embedding_norm="token_layernorm",
         hidden_norm="hidden_layernorm",
@@ -88,6 +103,7 @@ LAYOUTS = {
 class Found:
     """An MTP layer in a checkpoint's files."""
 
+    name: str  # of the layout
     layout: Layout
     prefix: str
     files: dict[str, Path]  # by the tensor's whole name; all tensors of the checkpoint
@@ -96,19 +112,49 @@ class Found:
     def names(self) -> list[str]:
         """Its tensors, without the prefix."""
         n = len(self.prefix)
-        return [name[n:] for name in self.files if name.startswith(self.prefix)]
+        return [name[n:] for name in self.files_of_layer()]
+
+    def files_of_layer(self) -> list[str]:
+        """Its tensors by their whole names."""
+        return [name for name in self.files if name.startswith(self.prefix)]
 
 
-def find(folder: Path, layers: int) -> Found:
-    """The MTP layer of a checkpoint of so many layers. Raises UserError where there is none."""
+def own_layout(depths: int) -> Layout:
+    """The layout that a drafter of so many layers is kept in: `mtp.*` has room for one."""
+    return LAYOUTS["mtp" if depths == 1 else "next layer"]
+
+
+def find(folder: Path, layers: int, depth: int = 0) -> Found:
+    """The MTP layer of this depth (0-based) of a checkpoint of so many layers. Raises UserError
+    where there is none.
+    """
     files = tensor_files(folder)
-    for layout in LAYOUTS.values():
-        if layout.first(layers) in files:
-            return Found(layout, layout.prefix.format(n=layers), files)
+    for name, layout in LAYOUTS.items():
+        own = (layout.prefix != "mtp." or depth == 0) and layout.first(layers, depth) in files
+        if own:
+            return Found(name, layout, layout.at(layers, depth), files)
+    if depth > 0 and has_layer(folder, layers):
+        raise UserError(
+            f"drafter.depths: {folder} has {count_layers(folder, layers)} MTP layers; give as many "
+            "or fewer"
+        )
     tried = ", ".join(layout.first(layers) for layout in LAYOUTS.values())
     raise UserError(
         f"drafter.start: {folder} has no MTP layer (no tensor {tried}); use start: last_layer"
     )
+
+
+def count_layers(folder: Path, layers: int) -> int:
+    """How many MTP layers a checkpoint of so many layers has."""
+    files = tensor_files(folder)
+    found = (
+        sum(
+            layout.first(layers, depth) in files
+            for depth in range(MOST if "{" in layout.prefix else 1)
+        )
+        for layout in LAYOUTS.values()
+    )
+    return max(found)
 
 
 def has_layer(folder: Path, layers: int) -> bool:
@@ -117,15 +163,15 @@ def has_layer(folder: Path, layers: int) -> bool:
     return any(layout.first(layers) in files for layout in LAYOUTS.values())
 
 
-def tensor_files(folder: Path) -> dict[str, Path]:
+def tensor_files(folder: Path, *, single: str = SINGLE) -> dict[str, Path]:
     """Which file every tensor of a checkpoint is in. Raises UserError where it cannot be read."""
-    index, single = folder / INDEX, folder / SINGLE
+    index = folder / INDEX
     try:
         if index.is_file():
             found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             return {name: folder / file for name, file in found.items()}
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single)
+        with safe_open(folder / single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), folder / single)
     except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise UserError(

@@ -10,20 +10,23 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.drafters.mtp_files import (
     INDEX,
-    LAYOUTS,
+    SINGLE,
     Found,
     find,
     has_layer,
+    own_layout,
+    some,
     split,
     swapped,
     tensor_files,
@@ -31,27 +34,46 @@ from draftsmith.drafters.mtp_files import (
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import cannot_write, sync, write_text
 
+Weights = Mapping[str, Tensor]  # of an `MtpBlock`, by its own names
+
+RENAMED = "model-00001-of-00001.safetensors"
 ADDED = "model-mtp.safetensors"
 CONFIG = "config.json"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def stitch(
-    source: Path, weights: Mapping[str, Tensor], folder: Path, *, layers: int, hidden_first: bool
+    source: Path,
+    blocks: Sequence[Weights],
+    folder: Path,
+    *,
+    layers: int,
+    hidden_first: bool,
+    link: bool = False,
 ) -> None:
-    """Copy the checkpoint `source` of so many layers to `folder`, with these weights of an
-    `MtpBlock` (by its own names; hidden_first: the order of fc's columns). Raises UserError.
+    """Copy the checkpoint `source` of so many layers to `folder`, with the weights of an `MtpBlock`
+    for every depth (by its own names; hidden_first: the order of fc's columns).
+
+    link: files that stay as they are become links to those in `source`. Raises UserError.
     """
     if folder.exists():
         raise UserError(f"{folder} exists; give a folder that does not")
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    there = has_layer(source, layers)
+    found = [find(source, layers, depth) for depth in range(len(blocks))] if there else []
+    for one, weights in zip(found, blocks, strict=False):
+        check_names(one, weights)
+    touched = {one.files[name].name for one in found for name in one.files_of_layer()}
+    touched |= set() if there else {CONFIG, INDEX}
     try:
-        shutil.copytree(source, temporary, dirs_exist_ok=True)
-        if has_layer(source, layers):
-            overwrite(find(temporary, layers), weights, hidden_first)
+        for path in sorted(source.iterdir()):
+            take(path, temporary, link=link and path.name not in touched)
+        if there:
+            for depth, weights in enumerate(blocks):
+                overwrite(find(temporary, layers, depth), weights, hidden_first)
         else:
-            add(temporary, weights, hidden_first)
+            add(temporary, blocks, layers, hidden_first)
         os.chmod(temporary, 0o755)
         os.rename(temporary, folder)
         sync(folder.parent)
@@ -61,7 +83,41 @@ def stitch(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def overwrite(found: Found, weights: Mapping[str, Tensor], hidden_first: bool) -> None:
+def take(path: Path, folder: Path, *, link: bool) -> None:
+    """Copy a file or a folder into a folder, or link it there."""
+    if link:
+        (folder / path.name).symlink_to(path.resolve())
+    elif path.is_dir():
+        shutil.copytree(path, folder / path.name)
+    else:
+        shutil.copy(path, folder)
+
+
+def check_names(found: Found, weights: Weights) -> None:
+    """UserError, by name, unless the checkpoint's layer has these tensors and no others."""
+    there = set(found.names)
+    wanted = {
+        part: tuple(value.shape)
+        for name, whole in weights.items()
+        for part, value in split(there, found.layout.theirs(name), whole).items()
+    }
+    missing = sorted(wanted.keys() - there)
+    unexpected = sorted(there - wanted.keys() - set(found.layout.copies))
+    unlike = [name for name in wanted if name in there and shape(found, name) != wanted[name]]
+    if missing or unexpected or unlike:
+        raise UserError(
+            f"the MTP layer {found.prefix}* of the checkpoint is not the drafter's: missing "
+            f"{some(missing)}; unexpected {some(unexpected)}; other shapes {some(unlike)}"
+        )
+
+
+def shape(found: Found, name: str) -> tuple[int, ...]:
+    """Of a tensor of the layer."""
+    with safe_open(found.files[found.prefix + name], framework="pt") as file:
+        return tuple(file.get_slice(found.prefix + name).get_shape())
+
+
+def overwrite(found: Found, weights: Weights, hidden_first: bool) -> None:
     """Put new numbers where the layer's old ones are."""
     turned = swapped(weights, found.layout.hidden_first != hidden_first)
     there = set(found.names)
@@ -91,15 +147,17 @@ def patch(path: Path, name: str, value: Tensor) -> None:
     sync(path)
 
 
-def add(folder: Path, weights: Mapping[str, Tensor], hidden_first: bool) -> None:
+def add(folder: Path, blocks: Sequence[Weights], layers: int, hidden_first: bool) -> None:
     """A file more, named in the index, and the number of layers in config.json."""
-    layout, files = LAYOUTS["mtp"], tensor_files(folder)
-    turned = swapped(weights, layout.hidden_first != hidden_first)
+    if (folder / SINGLE).exists() and not (folder / INDEX).is_file():
+        os.rename(folder / SINGLE, folder / RENAMED)  # beside it, no index would be read
+    layout, files = own_layout(len(blocks)), tensor_files(folder, single=RENAMED)
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     named = {
-        layout.prefix + layout.theirs(name): value.detach().cpu().to(dtype).contiguous()
-        for name, value in turned.items()
+        layout.at(layers, depth) + layout.theirs(name): value.detach().cpu().to(dtype).contiguous()
+        for depth, weights in enumerate(blocks)
+        for name, value in swapped(weights, layout.hidden_first != hidden_first).items()
     }
     save_file(named, folder / ADDED, metadata={"format": "pt"})
     sync(folder / ADDED)
@@ -113,6 +171,8 @@ def add(folder: Path, weights: Mapping[str, Tensor], hidden_first: bool) -> None
         named, ADDED
     )
     write_text(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
-    counts = {"num_nextn_predict_layers": 1, "num_mtp_layers": 1, "mtp_num_hidden_layers": 1}
-    kinds = {"mtp_layer_types": ["full_attention"]} if "layer_types" in config else {}
-    write_text(folder / CONFIG, json.dumps({**config, **counts, **kinds}, indent=2) + "\n")
+    names = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+    more: dict[str, Any] = dict.fromkeys(names, len(blocks))
+    if "layer_types" in config:
+        more["mtp_layer_types"] = ["full_attention"] * len(blocks)
+    write_text(folder / CONFIG, json.dumps({**config, **more}, indent=2) + "\n")

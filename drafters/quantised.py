@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from draftsmith.drafters.fingerprint import NONE
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetConfig
 
-NONE, OURS = "none", "bitsandbytes"  # no quantisation; whose quantised layers are read here
+OURS = "bitsandbytes"  # whose quantised layers are read here
 SWITCH = "support_avx512bf16_for_cpu"  # of a layer: whether it may lay its weights out anew
 PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Bytes per weight. nf4: half a byte, a byte per block of 64, and 4 per 256 of those. int8: its

@@ -222,6 +222,11 @@ class Entries:
         at = (self.position[self.root] + slot - 1).clamp(max=batch.ids.shape[1] - 1)
         return batch.ids[self.row[self.root], at]
 
+    def tokens_ahead(self, batch: Batch, count: int) -> Tensor:
+        """x[r + count] if an entry is the root r: [E]. Behind a row's end, its last token."""
+        at = (self.position + count).clamp(max=batch.ids.shape[1] - 1)
+        return batch.ids[self.row, at]
+
     def states_of_slot(self, states: Tensor, slot: int) -> Tensor:
         """The target's state before the token that slot 2, 3, .. reads: at r + slot - 2, [N, D]."""
         at = (self.position[self.root] + slot - 2).clamp(max=states.shape[1] - 1)

@@ -22,10 +22,10 @@ from draftsmith.drafters.adapter import Adapter
 from draftsmith.drafters.builtin import BUILTINS, builtin_config, builtin_folder
 from draftsmith.drafters.cache import Mark, TargetCache
 from draftsmith.drafters.content import folder_content
+from draftsmith.drafters.fingerprint import NONE
 from draftsmith.drafters.geometry import Geometry, geometry_of
 from draftsmith.drafters.layout import Nodes, chain_nodes
 from draftsmith.drafters.quantised import (
-    NONE,
     check_quantiser,
     check_spread,
     check_twice,
@@ -529,11 +529,6 @@ def make_fingerprint(
     }
 
 
-def remembered(stored: dict[str, Any], now: dict[str, str]) -> dict[str, Any]:
-    """A fingerprint that was written earlier, with what older ones do not say."""
-    return {"content": now["content"], "quantisation": NONE, "adapter": NONE, **stored}
-
-
 def hub_commit(model: str) -> str | None:
     """The commit of a Hub model that was loaded without a revision, read off the Hub's cache.
 
@@ -633,12 +628,29 @@ def describe(config: TargetConfig) -> TargetShape:
         return shape_of(loaded, tokenizer.chat_template, trust_remote_code=trust)
 
 
+def skeleton(config: TargetConfig) -> Any:
+    """A target's model without its weights, on the meta device."""
+    if config.model in BUILTINS:
+        return bare_model(builtin_config(config.model))
+    trust = config.trust_remote_code
+    with hub_errors(config.model):
+        loaded = AutoConfig.from_pretrained(
+            locate(config), revision=config.revision, trust_remote_code=trust
+        )
+    return bare_model(loaded, trust_remote_code=trust)
+
+
+def bare_model(config: Any, *, trust_remote_code: bool = False) -> Any:
+    """A model on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
 def shape_of(config: Any, template: Any, *, trust_remote_code: bool = False) -> TargetShape:
     """Count parameters on the meta device, quantised or not."""
     quantisation, config = quantisation_of(config), copy.deepcopy(config)
     vars(config).pop("quantization_config", None)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    model = bare_model(config, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
     values = text.to_dict()
     heads = values.get("num_key_value_heads") or text.num_attention_heads

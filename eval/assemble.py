@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from draftsmith.data.dataset import Document
+from draftsmith.drafters.fingerprint import NONE
 from draftsmith.drafters.methods import Drafter
-from draftsmith.drafters.quantised import NONE
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree
 from draftsmith.eval.arms import Arm

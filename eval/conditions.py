@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.drafters.quantised import NONE
+from draftsmith.drafters.fingerprint import NONE
 from draftsmith.drafters.target import Target
 from draftsmith.eval.arms import GRAPHS
 from draftsmith.eval.bench import BenchPrompt

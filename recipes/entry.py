@@ -38,6 +38,8 @@ class Arguments:
     recipe: str
     overrides: tuple[str, ...]
     dry_run: bool
+    accelerate: str | None = None  # how several processes train: a config file, or a shipped name
+    processes: int | None = None  # None: as many as there are GPUs
 
 
 class Parser(argparse.ArgumentParser):
@@ -67,10 +69,24 @@ def parse_arguments(argv: Sequence[str], *, prog: str, commands: dict[str, str])
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="for example optim.lr=1e-4"
     )
+    parser.add_argument(
+        "--accelerate",
+        metavar="HOW",
+        help="train with several processes: ddp, fsdp2, zero2, zero3 or a file for `accelerate "
+        "launch`",
+    )
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="how many; without it, one for every GPU"
+    )
     parser.add_argument("--version", action="version", version=version("draftsmith"))
     # Not parse_args: it refuses overrides that stand behind an option.
     found = parser.parse_intermixed_args(list(argv))
-    return Arguments(found.command, found.recipe, tuple(found.overrides), found.dry_run)
+    if found.processes is not None and (found.accelerate is None or found.processes < 1):
+        parser.error("--processes: give 1 or more, together with --accelerate")
+    overrides = tuple(found.overrides)
+    return Arguments(
+        found.command, found.recipe, overrides, found.dry_run, found.accelerate, found.processes
+    )
 
 
 def guard(action: Callable[[], None]) -> int:

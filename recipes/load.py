@@ -16,6 +16,7 @@ from draftsmith.recipes.problems import explain
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.text import dump, parse
 
+LAUNCHING = "accelerate"  # the folder of what is no recipe, but says how processes are launched
 LARGEST = 1 << 20  # bytes; a recipe is a page of text
 
 
@@ -119,10 +120,22 @@ def shipped_recipes() -> dict[str, Traversable]:
     while folders:
         for entry in folders.pop().iterdir():
             if entry.is_dir():
-                folders.append(entry)
+                folders += [entry] if entry.name != LAUNCHING else []
             elif entry.name.endswith(".yaml"):
                 found[entry.name.removesuffix(".yaml")] = entry
     return found
+
+
+def launching(name: str) -> Path:
+    """A config file of `accelerate launch`: a shipped one's stem, or a file. Raises UserError."""
+    folder = Path(str(resources.files("draftsmith.recipes"))) / LAUNCHING
+    shipped = {path.stem: path for path in folder.glob("*.yaml")}
+    path = shipped.get(name, user_path(name))
+    if not path.is_file():
+        raise UserError(
+            f"--accelerate: {name} is neither a file nor one of {', '.join(sorted(shipped))}"
+        )
+    return path
 
 
 def apply_override(data: dict[str, Any], override: str) -> str:

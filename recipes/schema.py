@@ -337,6 +337,8 @@ class MtpConfig(DrafterBlock):
 
     kind: Literal["mtp"]
     draft_tokens: Annotated[int, Field(ge=1, le=16)] = 3  # K (FastMTP, 2509.18362)
+    # 1: one layer that is applied again for every slot; as many as draft_tokens: one for each
+    depths: Annotated[int, Field(ge=1, le=16)] = 1
     # last_layer: the block starts as the target's last layer of full attention. random: as new.
     # checkpoint: as the MTP layer that comes with the target's weights (healing, 2604.12374)
     start: Literal["last_layer", "random", "checkpoint"] = "last_layer"
@@ -345,16 +347,39 @@ class MtpConfig(DrafterBlock):
     # evenly from the target's and those of all earlier slots (Megatron's hidden-state mixing).
     recursion: Literal["teacher", "on_policy", "mixed"] = "teacher"
     order: Literal["embedding_first", "hidden_first"] = "embedding_first"  # into the projection
-    recycles: Literal["post_norm", "pre_norm"] = "post_norm"  # its own state that a slot reads
+    # the state that a slot reads, after the norm before the head or before it: slot 1 the
+    # target's, a later one the layer's own
+    reads: Literal["post_norm", "pre_norm"] = "post_norm"
+    recycles: Literal["post_norm", "pre_norm"] = "post_norm"
+    router: Literal["trained", "frozen"] = "trained"  # of a layer with experts
     position_shift: Literal[0, -1] = (
         0  # of a slot's rotary position from that of the token it reads
     )
     draft_vocab: Positive | None = None  # rows of the head that drafts may use; None: all
 
+    @model_validator(mode="after")
+    def check_depths(self) -> Self:
+        """Layers of their own read the states of the one before, at every position."""
+        if self.depths not in (1, self.draft_tokens):
+            raise ValueError(
+                f"depths: {self.depths} is neither 1 nor draft_tokens ({self.draft_tokens})"
+            )
+        if self.depths > 1 and self.recursion != "teacher":
+            raise ValueError(
+                f"recursion: {self.recursion} is for one layer that is applied again; "
+                "use teacher, or depths: 1"
+            )
+        return self
+
     @property
     def depth(self) -> int:
         """K, the slots."""
         return self.draft_tokens
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """A chain where every slot has a layer of its own; else held-out answers choose."""
+        return (1,) * self.draft_tokens if self.depths > 1 else ()
 
     @property
     def trained_slots(self) -> int:

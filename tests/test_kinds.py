@@ -36,6 +36,7 @@ KINDS = {
     "dflash": "{kind: dflash, block_size: 4, layers: 1, taps: [0], start: target}",
     "dflash some": "{kind: dflash, block_size: 4, layers: 1, taps: [0], draft_vocab: 60}",
     "mtp": "{kind: mtp, draft_tokens: 2, draft_vocab: 60}",
+    "mtp untied": "{kind: mtp, draft_tokens: 2, depths: 2}",
     "mtp on policy": "{kind: mtp, draft_tokens: 3, recursion: on_policy, start: random}",
     "ready": "{kind: draft_model, models: [small], draft_tokens: 2}",
     "forest": "{kind: draft_model, models: [small, smaller], expansion: [2, 1]}",
@@ -79,7 +80,7 @@ def test_a_run_goes_through_and_measures(desk: Path, tiny_folder: Path, kind: st
     assert ("transformers assisted" in arms) == (not unassisted and not lookup)
     assert ("transformers prompt lookup" in arms) == lookup
     assert bool(report["walks"]) == walks
-    fixed = kind in ("prompt_lookup", "distilled expansion", "forest")
+    fixed = kind in ("prompt_lookup", "distilled expansion", "forest", "mtp untied")
     assert bool(report["trees"]) == (not fixed)
     assert Path("runs/mine/drafter/README.md").read_text().startswith("---\nbase_model")
     trained = kind.startswith(("distilled", "dflash", "mtp"))

@@ -1,5 +1,5 @@
 """The command line: `draftsmith run|data|train|eval RECIPE [KEY=VALUE ...] [--dry-run]`,
-`draftsmith tune RUN`, `draftsmith export|push DRAFTER ...`, and `draftsmith data
+`draftsmith tune RUN`, `draftsmith export|push|stitch DRAFTER ...`, and `draftsmith data
 stats|inspect|merge`.
 
 `eval` also takes drafters: their folders, those of their runs, or names on the Hub.
@@ -28,6 +28,7 @@ COMMANDS = {
     "eval": "decode, measure, report; takes a recipe, folders of drafters, or org/name",
     "tune": "choose the chain or tree that decodes fastest here; takes a run's folder",
     "export": "write a drafter's files for another engine; see export --help",
+    "stitch": "put trained MTP layers into a copy of their target's checkpoint",
 }
 
 
@@ -52,6 +53,8 @@ def command(argv: Sequence[str]) -> None:
         arguments, more = with_drafters(arguments)
     if arguments.command == "eval" and is_drafter(arguments.recipe):
         evaluate_folder(arguments, argv, compared=bool(more))
+    elif arguments.accelerate is not None:
+        launch_training(program, arguments, argv)
     else:
         run_recipe(program, arguments, argv)
 
@@ -75,6 +78,21 @@ def with_drafters(arguments: Arguments) -> tuple[Arguments, list[str]]:
 def is_drafter(word: str) -> bool:
     """Whether a word names a drafter, here or on the Hub, and not a recipe."""
     return user_path(word).is_dir() or hub_name(word) is not None
+
+
+def launch_training(program: Program, arguments: Arguments, argv: Sequence[str]) -> None:
+    """The stages that were asked for, training with several processes."""
+    from draftsmith.train.launch import launch
+
+    if arguments.command not in ("train", "run"):
+        raise UserError(f"--accelerate: only training takes several processes, not {argv[0]}")
+    stages = ["data", "train", "eval"] if arguments.command == "run" else ["train"]
+    for stage in stages:
+        if stage == "train":
+            launch(arguments)
+        else:
+            alone = replace(arguments, command=stage, accelerate=None)
+            run_recipe(program, alone, argv)
 
 
 def train_drafter(recipe: Recipe, run: Path) -> None:

@@ -4,6 +4,7 @@ Gradients are averaged over processes everywhere. Weights and moments leave and 
 fp32, under the drafter's own names: a checkpoint does not tell how many processes wrote it.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -70,7 +71,10 @@ class Copies:
         peaks: Mapping[str, float],
     ) -> None:
         self.accelerator, self.parameters = accelerator, parameters
-        self.model, self.optimizer = accelerator.prepare(loss, adamw(parameters, config, peaks))
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+            # torch speaks of a successor of broadcast_buffers that is not there yet.
+            made = adamw(parameters, config, peaks)
+            self.model, self.optimizer = accelerator.prepare(loss, made)
         several = accelerator.num_processes > 1
         assert isinstance(self.model, DistributedDataParallel) == several, type(self.model)
 

@@ -6,7 +6,7 @@ from accelerate.utils import gather_object
 from pydantic import ValidationError
 
 from draftsmith.data.dataset import fingerprint
-from draftsmith.drafters.target import remembered
+from draftsmith.drafters.fingerprint import remembered
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.stages import COSMETIC, EVALUATION, ROUNDING
@@ -24,6 +24,7 @@ HARMLESS = ("name", "runs", "eval.", *EVALUATION, *COSMETIC)
 def save(t: Training) -> None:
     """Write a checkpoint of this moment. Every process calls it."""
     t.journal.sync()
+    t.pulse.does("saving", t.step)
     state = {
         "epoch": t.step // t.steps_per_epoch,
         "step_in_epoch": t.step % t.steps_per_epoch,
@@ -39,14 +40,14 @@ def save(t: Training) -> None:
         snapshot = Snapshot(t.step, weights, moments, state)
         keep = t.recipe.train.keep_checkpoints
         checkpoint.save(snapshot, t.folder / FOLDER, keep=keep)
-    t.accelerator.wait_for_everyone()
+    t.wait()
 
 
 def resume(t: Training) -> None:
     """Go on from the newest checkpoint that is whole, if there is one."""
     if t.accelerator.is_main_process:
         checkpoint.tidy(t.folder / FOLDER)
-    t.accelerator.wait_for_everyone()
+    t.wait()
     snapshot = checkpoint.latest(t.folder / FOLDER)
     t.journal.rewind(-1 if snapshot is None else snapshot.step)
     if snapshot is None:
@@ -66,6 +67,7 @@ def restore(snapshot: Snapshot, t: Training) -> None:
     if len(states) == t.accelerator.num_processes:
         set_rng_state(states[process])
     else:
+        t.meter.sums.pop("own_work", None)  # by process
         t.journal.say(
             f"warning: this run was trained by {len(states)} processes and goes on with "
             f"{t.accelerator.num_processes}: it is the same up to rounding and random draws"

@@ -17,10 +17,11 @@ from draftsmith.data.rows import read_manifest
 from draftsmith.data.vocab import most_frequent
 from draftsmith.drafters.adapted import adapt
 from draftsmith.drafters.dflash_mask import check_mask_token, propose_mask_token
+from draftsmith.drafters.fingerprint import remembered
 from draftsmith.drafters.methods import Learned, build, trainable
 from draftsmith.drafters.projection import Sums
 from draftsmith.drafters.slots import Batch, TargetStates, label_slots
-from draftsmith.drafters.target import Target, remembered
+from draftsmith.drafters.target import Target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import (
     DFlashConfig,
@@ -44,6 +45,7 @@ from draftsmith.train.objective import Objective
 from draftsmith.train.parallel import Parallel, spread
 from draftsmith.train.processes import Processes, start_processes
 from draftsmith.train.progress import Journal, Meter
+from draftsmith.train.pulse import Pulse
 from draftsmith.train.rng import row_seed
 
 PRECISION = ("dtype", "quantisation")  # of a fingerprint: what rounds the same weights
@@ -111,6 +113,7 @@ class Training:
     held_out: list[Document]
     journal: Journal
     meter: Meter
+    pulse: Pulse
     features: FeatureCache | None = None  # None: the target computes its states in every step
     step: int = 0
     seconds: float = 0.0  # spent in steps, and on the feature cache before them
@@ -118,6 +121,7 @@ class Training:
     grad_norm: float = 0.0  # before clipping, of the last step that was not skipped
     steps_per_epoch: int = field(init=False)
     total: int = field(init=False)  # steps of the whole run
+    slow: set[int] = field(default_factory=set)  # processes that were said to be slow
     planned: tuple[int, list[list[int]]] = field(init=False)  # an epoch and its steps
 
     def __post_init__(self) -> None:
@@ -130,6 +134,11 @@ class Training:
     def accelerator(self) -> Accelerator:
         """What the processes tell each other goes through it."""
         return self.processes.accelerator
+
+    def wait(self) -> None:
+        """Until all processes are here."""
+        self.pulse.does("waiting", self.step)
+        self.accelerator.wait_for_everyone()
 
     def plan(self, epoch: int) -> list[list[int]]:
         """Rows of every step of an epoch: a function of the seed and the epoch alone."""
@@ -214,6 +223,12 @@ def prepare(recipe: Recipe, run: Path) -> Training:
         held_out=held_out,
         journal=journal,
         meter=Meter(accelerator, target.device),
+        pulse=Pulse(
+            run / "ranks",
+            accelerator.process_index,
+            accelerator.num_processes,
+            patience=recipe.train.patience,
+        ),
     )
 
 

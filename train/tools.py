@@ -1,4 +1,4 @@
-"""`draftsmith export RUN --to ENGINE`: drafters leave the house."""
+"""`draftsmith export RUN --to ENGINE` and `draftsmith stitch RUN OUT`: drafters leave the house."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -57,4 +57,24 @@ def checked(found: "Export", source: "Source", out: Path) -> str:
     return check_export(found, source, out, asked, count).sentence()
 
 
-TOOLS: dict[str, Callable[[Sequence[str]], None]] = {"export": export}
+def stitch(words: Sequence[str]) -> None:
+    """`stitch DRAFTER OUT [--target TARGET] [--link]`"""
+    parser = Parser(
+        prog="draftsmith stitch",
+        description="Put trained MTP layers into a copy of their target's checkpoint.",
+    )
+    parser.add_argument("drafter", metavar="DRAFTER", help="a run's folder, or a drafter's")
+    parser.add_argument("out", metavar="OUT", help="folder to be made")
+    parser.add_argument("--target", help="the checkpoint, where it has moved: a folder or Hub id")
+    parser.add_argument("--link", action="store_true", help="link the files that stay as they are")
+    given = parser.parse_args(list(words))
+    from draftsmith.drafters.mtp_publish import publish
+    from draftsmith.eval.subjects import drafter_folder
+
+    out = user_path(given.out)
+    folder = drafter_folder(given.drafter)
+    source = publish(folder, out, target=given.target, link=given.link)
+    print(f"{out}: {source} with the MTP layers of {folder}")
+
+
+TOOLS: dict[str, Callable[[Sequence[str]], None]] = {"export": export, "stitch": stitch}

@@ -21,6 +21,7 @@ from draftsmith.drafters.slots import Batch
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import cannot_write
 from draftsmith.recipes.schema import Recipe
+from draftsmith.train.fitting import fit_start
 from draftsmith.train.gate import check_change, measure_change
 from draftsmith.train.guard import check_end, measure_start
 from draftsmith.train.parallel import PEAK
@@ -36,16 +37,23 @@ def train(recipe: Recipe, run: Path) -> Path:
     `accelerate launch` or torchrun start it on several devices. Raises UserError.
     """
     training = prepare(recipe, run)
-    try:
-        resume(training)
-        introduce(training)
-        cache_features(training)
-        measure_start(training)
-        fit(training)
-        check_end(training)
-        return finish(training)
-    finally:
-        training.journal.close()
+    with training.pulse as pulse:
+        try:
+            resume(training)
+            introduce(training)
+            fit_start(training)
+            cache_features(training)
+            measure_start(training)
+            fit(training)
+            check_end(training)
+            return finish(training)
+        except RuntimeError as error:
+            told = pulse.explain(error)
+            if told is None:
+                raise
+            raise UserError(told) from error
+        finally:
+            training.journal.close()
 
 
 def cache_features(t: Training) -> None:
@@ -55,10 +63,16 @@ def cache_features(t: Training) -> None:
     began = time.perf_counter()
     cache = FeatureCache(t.target, t.rows, t.folder / "features", taps=t.drafter.taps)
     t.journal.say(cache.check())
-    t.accelerator.wait_for_everyone()  # nothing is written before all have checked
-    share = (t.accelerator.process_index, t.accelerator.num_processes)
-    cache.fill(share=share, shown=t.accelerator.is_main_process)
-    t.accelerator.wait_for_everyone()
+    missing = cache.missing()
+    t.wait()  # nothing is written before all have looked
+    t.pulse.does("computing the target's states", t.step)
+    cache.fill(
+        missing,
+        share=(t.accelerator.process_index, t.accelerator.num_processes),
+        shown=t.accelerator.is_main_process,
+        in_lockstep=t.processes.target_is_sharded,
+    )
+    t.wait()
     t.features = cache
     t.seconds += time.perf_counter() - began
 
@@ -94,11 +108,18 @@ def take_step(t: Training) -> None:
     # spread over micro-batches and processes, and all processes skip an empty step together.
     joint = t.phase.joint
     own = torch.stack([t.loss.denominator(batch, joint=joint) for batch in batches]).sum()
+    t.pulse.does("waiting", t.step)
     denominator = t.accelerator.reduce(own, reduction="sum")
+    t.pulse.does("training", t.step)
+    started = time.perf_counter()
     if denominator > 0:
         for rows, batch in pieces:
             with t.parallel.micro(last=batch is batches[-1]):
-                backward(t, rows, batch, denominator)
+                loss = forward(t, rows, batch, denominator)
+                if batch is batches[-1]:
+                    count_own_work(t, batches, started)
+                    t.pulse.does("waiting", t.step)
+                t.parallel.backward(loss)
         apply_gradients(t)
     count(t, batches, own, seconds=time.perf_counter() - began, skipped=not denominator > 0)
     t.step += 1
@@ -133,8 +154,8 @@ def micro_batches(t: Training) -> list[tuple[list[int], Batch]]:
     return found
 
 
-def backward(t: Training, rows: list[int], batch: Batch, denominator: Tensor) -> None:
-    """Add a micro-batch's share of the step's gradient."""
+def forward(t: Training, rows: list[int], batch: Batch, denominator: Tensor) -> Tensor:
+    """A micro-batch's share of the step's loss."""
     bf16 = t.recipe.train.precision == "bf16"
     metrics = is_due(t, t.recipe.train.log_every, ahead=1)
     autocast = torch.autocast(t.target.device.type, torch.bfloat16, enabled=bf16)
@@ -143,11 +164,28 @@ def backward(t: Training, rows: list[int], batch: Batch, denominator: Tensor) ->
         states = t.states(rows, batch)
     with autocast:
         loss, sums = t.parallel.model(batch, states, metrics=metrics, joint=joint)
-    # Gradients are averaged over processes, the loss is a sum over them.
-    t.parallel.backward(loss * t.accelerator.num_processes / denominator)
     if "overlap" in sums:  # which only some steps have
         sums = {**sums, "overlap_valid": sums["valid"], "overlap_groups": sums["groups"]}
     t.meter.add(sums)
+    # Gradients are averaged over processes, the loss is a sum over them.
+    share: Tensor = loss * t.accelerator.num_processes / denominator
+    return share
+
+
+def count_own_work(t: Training, batches: list[Batch], began: float) -> None:
+    """Add the time that this process took before it had to wait for others, and for how many
+    positions. A GPU, which would have to be waited for, is looked at in the steps that are logged.
+    """
+    if t.accelerator.num_processes == 1:
+        return
+    if t.target.device.type == "cuda":
+        if not is_due(t, t.recipe.train.log_every, ahead=1):
+            return
+        torch.cuda.synchronize()
+    own = torch.zeros(2, t.accelerator.num_processes, dtype=torch.float64)
+    own[0, t.accelerator.process_index] = time.perf_counter() - began
+    own[1, t.accelerator.process_index] = sum(batch.ids.numel() for batch in batches)
+    t.meter.add({"own_work": own})
 
 
 def apply_gradients(t: Training) -> None:
@@ -218,5 +256,5 @@ def finish(t: Training) -> Path:
                 raise UserError(
                     f"{cannot_write(folder, error)}; training is finished and kept"
                 ) from error
-    t.accelerator.wait_for_everyone()
+    t.wait()
     return folder

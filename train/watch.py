@@ -12,6 +12,8 @@ from draftsmith.train.rng import undisturbed
 from draftsmith.train.schedule import lr_share
 from draftsmith.train.setup import Training
 
+SLOW = 1.5  # times as long as the others, from which on a process is named
+
 
 def introduce(t: Training) -> None:
     """What will be trained, and on what."""
@@ -51,6 +53,10 @@ def log_step(t: Training) -> None:
     }
     if "language_loss" in total and learned:
         record["language_loss"] = float(total["language_loss"] / total["denominator"])
+    if "own_work" in total:
+        seconds, positions = total["own_work"].tolist()
+        record["own_seconds"] = seconds
+        name_slowest(t, seconds, positions)
     t.journal.write({**record, **(curves(total) if learned else {})})
 
 
@@ -59,6 +65,22 @@ def rate_of(t: Training) -> float:
     phase = phase_at(t.recipe, t.step - 1, t.total)
     step, steps = t.step - 1 - phase.start, phase.end - phase.start
     return t.recipe.optim.lr * lr_share(step, steps, t.recipe.optim)
+
+
+def name_slowest(t: Training, seconds: list[float], positions: list[float]) -> None:
+    """Say which process the others wait for, where it takes much longer for as much; once for each
+    process.
+    """
+    each = [one / max(1.0, count) for one, count in zip(seconds, positions, strict=True)]
+    slowest = max(range(len(each)), key=each.__getitem__)
+    others = (sum(each) - each[slowest]) / (len(each) - 1)
+    lost = seconds[slowest] - others * positions[slowest]
+    if each[slowest] > SLOW * others and lost > 1 and slowest not in t.slow:
+        t.slow.add(slowest)
+        t.journal.say(
+            f"warning: process {slowest} is slow: it takes {each[slowest] / others:.1f} times as "
+            f"long as the others for as many tokens; up to step {t.step} they waited {lost:.0f} s"
+        )
 
 
 def curves(total: dict[str, Tensor]) -> dict[str, Any]:
@@ -93,6 +115,7 @@ def evaluate(t: Training) -> None:
     if t.target.adapter is not None:
         t.target.adapter.train(False)
     # A target that is spread computes with all processes; one that is not keeps the others waiting.
+    t.pulse.does("evaluating", t.step)
     table = None
     with t.parallel.whole():
         if t.accelerator.is_main_process or t.processes.target_is_sharded:
@@ -110,4 +133,4 @@ def evaluate(t: Training) -> None:
             "tau_by_category": {name: counts.tau_micro for name, counts in categories},
         }
         t.journal.write(record)
-    t.accelerator.wait_for_everyone()
+    t.wait()

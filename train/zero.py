@@ -8,6 +8,7 @@ torch, the step's denominator and the learning rate come from the loop.
 
 import logging
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -120,7 +121,9 @@ class Zero:
         utils, whole = self.deepspeed.utils, whole.to(self.model.device)
         if self.stage == 3:
             mine = part(whole, self.rank, self.ranks)
-            if kind is None:
+            if kind is None:  # the optimizer may have a copy of its own
+                with self.deepspeed.zero.GatheredParameters(value, modifier_rank=0):
+                    value.copy_(whole)
                 utils.safe_set_local_fp32_param(value, mine)
             else:
                 utils.safe_set_local_optimizer_state(value, mine, kind)
@@ -190,6 +193,8 @@ def import_deepspeed(device: torch.device) -> Any:
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING)
+    # Its collectives go by names that torch has renamed.
+    warnings.filterwarnings("ignore", message="`torch.distributed.* is deprecated")
     # On CPUs it would compile collectives of its own for a minute; gloo has them.
     deepspeed.ops.__compatible_ops__.pop("deepspeed_shm_comm", None)
     return deepspeed

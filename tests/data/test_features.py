@@ -1,5 +1,6 @@
 """The feature cache: what the target says of every row, resumable, and never of anything else."""
 
+import json
 import shutil
 from types import SimpleNamespace
 
@@ -38,7 +39,7 @@ def packed(count=18, *, first=0, max_length=24):
 def filled(target, folder, rows=None, **options):
     cache = FeatureCache(target, rows or packed(), folder, **options)
     cache.check()
-    cache.fill()
+    cache.fill(cache.missing())
     return cache
 
 
@@ -75,7 +76,7 @@ def test_the_size_is_known_before(target, tmp_path):
     said = cache.check()
     assert "rows to compute" in said and "are free" in said
     assert not (tmp_path / "features").exists()
-    cache.fill()
+    cache.fill(cache.missing())
     for shard in range(3):
         tensors = load_file(cache.path(shard)).values()
         assert sum(t.numel() * t.element_size() for t in tensors) == cache.shard_bytes(shard)
@@ -92,7 +93,7 @@ def test_killed_between_or_within_shards_it_ends_as_undisturbed(target, tmp_path
     (folder / f".{cache.path(0).name}.partial").write_bytes(b"half")
     kept = cache.path(2).stat().st_mtime_ns
     assert "6 of " in cache.check()
-    cache.fill()
+    cache.fill(cache.missing())
     assert contents(folder) == contents(whole)
     assert cache.path(2).stat().st_mtime_ns == kept
 
@@ -101,7 +102,7 @@ def test_ranks_share_the_work(target, tmp_path):
     filled(target, tmp_path / "one")
     for rank in range(2):
         cache = FeatureCache(target, packed(), tmp_path / "two")
-        cache.fill(share=(rank, 2), shown=rank == 0)
+        cache.fill(cache.missing(), share=(rank, 2), shown=rank == 0)
         assert bool(cache.missing()) == (rank == 0)
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
 
@@ -126,6 +127,15 @@ def test_states_of_anything_else_are_refused(target, tmp_path, change, names):
     with pytest.raises(UserError, match=f"{names}.*there / here.*remove the folder"):
         other.check()
     assert contents(tmp_path) == before
+
+
+def test_states_of_a_version_that_knew_no_quantisation_are_read(target, tmp_path):
+    cache = filled(target, tmp_path)
+    path = tmp_path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["target"]["quantisation"]
+    path.write_text(json.dumps(manifest))
+    assert "7 rows are read" in cache.check()
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]", "3", "[" * 100_000])
@@ -163,9 +173,9 @@ def test_a_disk_that_fills_up_keeps_whole_shards(target, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(features, "save_file", full)
         with pytest.raises(UserError, match="disk full; free some space and run again"):
-            cache.fill()
+            cache.fill(cache.missing())
     assert cache.missing()[0] == 2
-    cache.fill()
+    cache.fill(cache.missing())
     assert not cache.missing()
 
 

@@ -36,6 +36,15 @@ def test_damaged_folders_are_refused(target: Target, tmp_path: Path) -> None:
         distil(target, prompts, config, tmp_path, seed=0)
 
 
+def test_rows_of_a_version_that_knew_no_quantisation_go_on(target: Target, tmp_path: Path) -> None:
+    distil(target, make_prompts(3), make_config(), tmp_path, seed=0)
+    path = tmp_path / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["target"]["quantisation"]
+    path.write_text(json.dumps(manifest))
+    assert distil(target, make_prompts(3), make_config(), tmp_path, seed=0).made == 0
+
+
 def full_row(**changes: Any) -> dict[str, Any]:
     """A row as far as it is checked."""
     row = {"key": "k", "category": "c", "prompt_ids": [1], "response_ids": [2, 3]}

@@ -5,9 +5,9 @@ from draftsmith.drafters import methods
 from draftsmith.drafters.coins import SeededCoins
 from draftsmith.drafters.projection import slot_logits
 from draftsmith.drafters.proposal import Plan
-from draftsmith.drafters.sampler import Sampling
-from draftsmith.drafters.slots import TargetStates
-from draftsmith.drafters.tree import Tree
+from draftsmith.drafters.sampler import Sampling, standardise
+from draftsmith.drafters.slots import Batch, Roots, TargetStates
+from draftsmith.drafters.tree import Tree, chain
 from draftsmith.recipes.schema import MedusaConfig
 from tests.tiny import tiny_target
 
@@ -72,3 +72,21 @@ def test_proposals_lay_slot_guesses_out_as_the_tree():
     logits = slot_logits(drafter.states(hidden[:, -1], torch.tensor([4])), drafter.head())[0]
     order = logits.argsort(dim=-1, descending=True).tolist()
     assert tokens == [order[0][0], order[0][2], order[1][1], order[1][0]]
+
+
+def test_q_is_the_law_of_the_heads_and_of_alpha():
+    target, ids, sampling = tiny_target(40), torch.tensor([2, 5, 9, 30]), Sampling(0.8)
+    drafter = methods.build(MedusaConfig(heads=3, reads_root=True), target, ids)
+    with torch.no_grad():
+        drafter.root_weight.normal_(std=0.1)
+        drafter.weight.normal_(std=0.1)
+    text = torch.tensor([[3, 1, 4, 1, 5]])
+    batch = Batch(text, torch.arange(5)[None], torch.zeros_like(text), text > 0)
+    states = target.states(batch)
+    root = Roots(torch.tensor([0]), torch.tensor([4]))
+    state = drafter.start(text[:, :4], torch.tensor([4]), TargetStates(states.final[:, :4]))
+    plan = Plan(chain(3), sampling, SeededCoins([0]), "chain")
+    proposal = drafter.propose(state, text[:, 4], plan)
+    assert proposal.draw == "chain" and set(proposal.tokens[0].tolist()) <= set(ids.tolist())
+    law = standardise(drafter.first_logits(batch, states, root)(torch.tensor([0])), sampling)
+    torch.testing.assert_close(proposal.q[:, 0], law)

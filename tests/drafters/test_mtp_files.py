@@ -8,7 +8,10 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    ExaoneMoeConfig,
     Glm4MoeConfig,
+    MellumConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
 )
 from transformers.modeling_layers import MtpModel
@@ -50,7 +53,39 @@ CONFIGS |= {
         v_head_dim=12,
     ),
 }
+CONFIGS |= {
+    "qwen3.5_moe": lambda: Qwen3_5MoeTextConfig(
+        **SMALL,
+        **LINEAR,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        layer_types=every_other("linear_attention"),
+    ),
+    "exaone_moe": lambda: ExaoneMoeConfig(
+        **SMALL,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=5,
+        layer_types=every_other("sliding_attention"),
+    ),
+    "mellum": lambda: MellumConfig(
+        **SMALL,
+        head_dim=8,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=5,
+        layer_types=every_other("sliding_attention"),
+    ),
+}
 CASES = [
+    ("qwen3.5_moe", "mtp"),
+    ("exaone_moe", "mtp"),
+    ("mellum", "mtp"),
     ("qwen3.5", "mtp"),
     ("qwen3", "mtp"),
     ("qwen3", "next layer"),
@@ -59,6 +94,7 @@ CASES = [
     ("glm4_moe", "next layer"),
     ("deepseek", "next layer"),
 ]
+KINDS = {"mellum": "sliding_attention"}  # of MTP layers; elsewhere full attention
 PATTERNS = {"mtp": r"^mtp\.", "next layer": r"model\.layers\.4\..*"}
 
 
@@ -75,7 +111,7 @@ def in_family(block, layout, hidden_first=False):
             stem = theirs.rpartition(".")[0]
             alone = [f"{stem}.{i}.down_proj.weight" for i in range(len(value))]
         parts = {theirs: value} if alone == [theirs] else split(alone, theirs, value)
-        prefix = layout.prefix.format(n=4)
+        prefix = layout.at(4)
         found |= {prefix + part: one.contiguous() for part, one in parts.items()}
     return found
 
@@ -84,6 +120,8 @@ def checkpoint(folder, family, layout, *, sharded=False, drop=(), more=None):
     """A tiny checkpoint with a random MTP layer, and that layer's block."""
     torch.manual_seed(0)
     config = CONFIGS[family]()
+    if family in KINDS:
+        config.mtp_layer_types = [KINDS[family]]
     model = AutoModelForCausalLM.from_config(config)
     block = mtp(Target.from_model(model, None, name="x"), seed=3, noise=0.1, start="random").block
     model.requires_grad_(True)
@@ -132,7 +170,10 @@ def test_its_states_are_those_of_transformers(tmp_path, family, layout):
     checkpoint(tmp_path / "x", family, layout)
     target = load(tmp_path / "x")
     drafter, model = healed(target), target.model
-    model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
+    model.config.num_mtp_layers = 1
+    model.config.mtp_layer_types = [KINDS.get(family, "full_attention")]
+    if hasattr(model.config, "mlp_layer_types"):
+        model.config.mtp_mlp_layer_types = ["sparse"]
     model._keys_to_ignore_on_load_unexpected = [PATTERNS[layout]]
     reference = MtpModel.from_pretrained(model).eval()
     batch = packed()
@@ -160,7 +201,7 @@ def test_putting_it_back_changes_its_tensors_and_not_a_byte_else(tmp_path, famil
     block = checkpoint(source, family, layout, sharded=sharded)
     for value in block.state_dict().values():
         value.add_(0.5)
-    stitch(source, block.state_dict(), folder, layers=4, hidden_first=False)
+    stitch(source, [block.state_dict()], folder, layers=4, hidden_first=False)
     assert sorted(p.name for p in folder.iterdir()) == sorted(p.name for p in source.iterdir())
     moved = set(in_family(block, LAYOUTS[layout]))
     for path in source.iterdir():
@@ -185,14 +226,14 @@ def test_a_checkpoint_without_one_gets_a_file_more(tmp_path, sharded):
     model.save_pretrained(tmp_path / "x", max_shard_size="20KB" if sharded else "5GB")
     block = mtp(Target.from_model(model, None, name="x"), order="hidden_first").block
     weights = block.state_dict()
-    stitch(tmp_path / "x", weights, tmp_path / "y", layers=4, hidden_first=True)
+    stitch(tmp_path / "x", [weights], tmp_path / "y", layers=4, hidden_first=True)
     target = load(tmp_path / "y")
     for name, value in model.state_dict().items():
         assert torch.equal(target.model.state_dict()[name], value)
     assert same(block, healed(target, order="hidden_first").block)
     assert json.loads((tmp_path / "y" / "config.json").read_text())["num_nextn_predict_layers"] == 1
     with pytest.raises(UserError, match="exists"):
-        stitch(tmp_path / "x", weights, tmp_path / "y", layers=4, hidden_first=True)
+        stitch(tmp_path / "x", [weights], tmp_path / "y", layers=4, hidden_first=True)
 
 
 def test_what_does_not_fit_is_named(tmp_path):

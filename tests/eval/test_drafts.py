@@ -14,7 +14,7 @@ from draftsmith.recipes.schema import NgramConfig, PromptLookupConfig
 from tests.coins import distance, law_of
 from tests.drafters.test_draft_model import ready, small
 from tests.drafters.test_mtp import mtp
-from tests.eval.test_decode import target_law
+from tests.eval.test_decode import noisy_drafter, target_law
 from tests.tiny import tiny_target
 
 WORDS = 40
@@ -93,7 +93,7 @@ LAWS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["ngram", "draft_model", "mtp"])
+@pytest.mark.parametrize("kind", ["ngram", "draft_model", "mtp", "medusa"])
 @pytest.mark.parametrize(("tree", "draw", "rule", "limit"), LAWS.values(), ids=LAWS)
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=2)], ids=["1", "top_k"])
 def test_sampled_drafts_keep_the_target_s_law(monkeypatch, kind, tree, draw, rule, limit, sampling):
@@ -104,6 +104,7 @@ def test_sampled_drafts_keep_the_target_s_law(monkeypatch, kind, tree, draw, rul
         "ngram": lambda: table(target, [[0, 1, 1, 1, 0, 1, 1, 0]]),
         "draft_model": lambda: ready(target, small(4, vocab=words, spread=0.4)),
         "mtp": lambda: mtp(target, noise=0.2),
+        "medusa": lambda: noisy_drafter(target, heads=2, noise=0.3, reads_root=True),
     }[kind]()
     assert_exact(monkeypatch, target, drafter, tree, rule, limit, sampling, draw)
 

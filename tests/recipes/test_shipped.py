@@ -17,7 +17,7 @@ from draftsmith.recipes.stages import flat
 from draftsmith.recipes.text import parse
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
-FILES = sorted(FOLDER.rglob("*.yaml"))
+FILES = sorted(set(FOLDER.rglob("*.yaml")) - set(FOLDER.glob("accelerate/*")))
 
 # Knobs that change where a run lies and what is shown or kept, not its numbers.
 WITHOUT_EFFECT = {
@@ -34,6 +34,7 @@ WITHOUT_EFFECT = {
     "data.distil.server.timeout",
     "data.distil.server.tries",
     "data.distil.server.patience",
+    "train.patience",
     "train.save_every",
     "train.keep_checkpoints",
     "train.trackers",

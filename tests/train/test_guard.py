@@ -25,7 +25,7 @@ def trained(tmp_path):
     target = Target.load(recipe.target)
     block = load_drafter(run / "drafter", target).block
     folder = tmp_path / "target"
-    stitch(plain, block.state_dict(), folder, layers=1, hidden_first=False)
+    stitch(plain, [block.state_dict()], folder, layers=1, hidden_first=False)
     return folder, save_rows(tmp_path / "second", rows, folder), read_log(run, "held_out")[-1]
 
 

@@ -49,7 +49,7 @@ DEATHS = [
     ("draftsmith.train.checkpoint", "sync", 4),  # the first after the rename: step 3 is kept
     ("draftsmith.train.trainer", "evaluate", 1),
     ("draftsmith.train.trainer", "log_step", 1),
-    ("draftsmith.train.trainer", "backward", 6),  # in the middle of step 6
+    ("draftsmith.train.trainer", "forward", 6),  # in the middle of step 6
     ("draftsmith.train.checkpoint", "write_json", 1),
     ("shutil", "rmtree", 4),  # steps 6 and 9 are kept, step 3 is not yet removed
     ("draftsmith.train.trainer", "finish", 1),  # all is done but the drafter

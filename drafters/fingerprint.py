@@ -1,0 +1,11 @@
+"""Fingerprints of targets that older versions wrote down."""
+
+from collections.abc import Mapping
+from typing import Any
+
+NONE = "none"  # no quantisation, no adapter
+
+
+def remembered(stored: Mapping[str, Any], now: Mapping[str, str]) -> dict[str, Any]:
+    """A fingerprint that was written earlier, with what older ones do not say."""
+    return {"content": now["content"], "quantisation": NONE, "adapter": NONE, **stored}
