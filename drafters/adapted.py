@@ -31,7 +31,6 @@ def load_target(config: TargetConfig, folder: Path, meta: Mapping[str, Any]) -> 
     digest = meta["target"].get("adapter", NONE)
     if digest != NONE:
         take_on(target, folder / FOLDER, digest)
-        target.reload = lambda: Target.load(config)
     return target
 
 

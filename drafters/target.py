@@ -5,7 +5,7 @@ import hashlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -94,7 +94,6 @@ class Target:
         self.layers = int(self.config.num_hidden_layers)
         self.served_head = self.head_weight  # another one where an adapter was merged into it
         self.adapter: Adapter | None = None
-        self.reload: Callable[[], Target] | None = None  # the original, where this is another
         self.dtype, self.device = self.head_weight.dtype, self.head_weight.device
         self.eos_ids = eos_ids(model, tokenizer)
         self.adjust = logit_adjustment(self.config.to_dict())
@@ -222,15 +221,8 @@ class Target:
 
     @contextmanager
     def original(self) -> Iterator["Target"]:
-        """The target without its adapter, while the block runs: itself switched over, or, where the
-        adapter was merged, loaded once more.
-        """
-        if self.adapter is not None:
-            with self.adapter.off():
-                yield self
-        elif self.reload is not None:
-            yield self.reload()
-        else:
+        """The target with its adapter switched off, while the block runs."""
+        with nullcontext() if self.adapter is None else self.adapter.off():
             yield self
 
     @torch.no_grad()
