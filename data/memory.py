@@ -3,7 +3,9 @@
 from draftsmith.drafters.quantised import bytes_per_weight
 from draftsmith.drafters.target import TargetShape
 from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sharing import Shares
 
+ALONE = Shares()
 BYTES = {"bfloat16": 2, "float32": 4}
 FULL = 4  # bytes of an fp32 number: what is trained, its gradient and its two moments
 FROZEN, LIBRARIES = "frozen weights", "Python and its libraries"
@@ -30,10 +32,16 @@ def answering_memory(recipe: Recipe, shape: TargetShape, longest: int) -> dict[s
     }
 
 
-def frozen_bytes(recipe: Recipe, shape: TargetShape) -> int:
-    """The target's weights: linear layers may be quantised, the rest has the target's dtype."""
+def frozen_bytes(recipe: Recipe, shape: TargetShape, shares: Shares = ALONE) -> int:
+    """The target's weights: linear layers may be quantised, the rest has the target's dtype. Where
+    layers are spread, one is there as a whole and the next is on its way.
+    """
     width, inner = BYTES[recipe.target.dtype], shape.linear_parameters
     method = recipe.target.load_in or shape.quantisation
+    if shares.target_is_sharded and shape.layer_parameters:
+        layers = sum(shape.layer_parameters)
+        there = layers / shares.processes + 2 * max(shape.layer_parameters)
+        return round((shape.parameters - layers + min(there, layers)) * width)
     return (shape.parameters - inner) * width + round(inner * bytes_per_weight(method, width))
 
 

@@ -1,6 +1,15 @@
 """What a drafter needs to train: its parameters, and the bytes of a step."""
 
-from draftsmith.data.memory import BYTES, FROZEN, FULL, LIBRARIES, PROGRAM, WIDEST, frozen_bytes
+from draftsmith.data.memory import (
+    ALONE,
+    BYTES,
+    FROZEN,
+    FULL,
+    LIBRARIES,
+    PROGRAM,
+    WIDEST,
+    frozen_bytes,
+)
 from draftsmith.drafters.draft_model import called
 from draftsmith.drafters.shallow import spread
 from draftsmith.drafters.target import TargetShape, describe
@@ -13,6 +22,7 @@ from draftsmith.recipes.schema import (
     Recipe,
     TargetConfig,
 )
+from draftsmith.recipes.sharing import Shares
 
 TRAINED = "trained weights, gradients, optimizer"
 LOGITS, STATES = "one chunk of logits", "slot states and their gradients"
@@ -76,26 +86,41 @@ def ready_parameters(config: DrafterConfig) -> int:
     return total
 
 
-def estimate_memory(recipe: Recipe, shape: TargetShape, trained: int) -> dict[str, int]:
+def estimate_memory(
+    recipe: Recipe, shape: TargetShape, trained: int, shares: Shares = ALONE
+) -> dict[str, int]:
     """Bytes of one training step, by part, every position supervised; of a walk over held-out
-    answers where no step is taken.
+    answers where no step is taken. With several processes: of each.
 
-    A sum is what is held at most: measured peaks are 0.65 to 1 of it (a test compares them).
+    A sum is what is held at most: what torch allocates is 0.65 to 1 of it (a test compares them).
     """
     drafter, width = recipe.drafter, BYTES[recipe.target.dtype]
     positions = recipe.train.rows_per_micro_batch * recipe.data.max_length
     rows = (reduced_rows(drafter) or 0) * shape.hidden_size
     return {
         LIBRARIES: PROGRAM,
-        FROZEN: frozen_bytes(recipe, shape) + (rows + ready_parameters(drafter)) * width,
-        # Weights, gradients and two moments; what projects has its gradient twice more, added up.
-        TRAINED: (4 * trained + 2 * projecting(drafter, shape)) * FULL,
+        FROZEN: frozen_bytes(recipe, shape, shares) + (rows + ready_parameters(drafter)) * width,
+        TRAINED: trained_bytes(trained, shares),
         **step_memory(drafter, recipe, shape, positions),
         **kept_by_layers(recipe, shape, positions),
         "target's activations": positions
         * (WIDEST * shape.hidden_size + recipe.data.max_length)
         * width,
     }
+
+
+def trained_bytes(trained: int, shares: Shares = ALONE) -> int:
+    """Weights, gradients and two moments; the buckets in which gradients travel; where they are
+    spread, what is gathered for a step, and DeepSpeed's second copy of the weights.
+    """
+    parts, whole = {
+        "alone": (0, 4),
+        "ddp": (0, 5),
+        "fsdp2": (4, 3),
+        "zero2": (4, 3),
+        "zero3": (5, 3),
+    }[shares.sharing]
+    return round((parts / shares.processes + whole) * trained * FULL)
 
 
 def step_memory(
@@ -174,11 +199,17 @@ def chunk_memory(recipe: Recipe, shape: TargetShape, *, whole: bool = False) -> 
     width = BYTES[recipe.target.dtype]
     reduced = None if whole else reduced_rows(recipe.drafter)
     rows = reduced or shape.vocab_size
+    half = width < FULL
     # Logits in the target's precision, in fp32, their gradient, and the teacher's law for a slot.
-    slot = chunk * rows * (width + 3 * FULL)
+    slot = chunk * rows * (half * width + 3 * FULL)
+    own = projecting(recipe.drafter, shape)
+    # CPUs sort a half-precision head anew for a product; trained parts of one have a copy in it.
+    slot += half * width * (max(rows, shape.vocab_size) * shape.hidden_size + own)
     # A loss that weighs a slot by the others keeps the gradients of all.
     kept = chunk * rows * width * slots if {loss.loss, loss.weights} & {"e2e_tv", "dpace"} else 0
     # The teacher's logits and law; kl and lk temper them too. Groups share positions. Every loss
     # has them in the steps that are logged.
     copies = 4 if reduced is None and loss.loss in ("kl", "lk") else 2
-    return slot + kept + (chunk + slots) * shape.vocab_size * copies * FULL
+    laws = (chunk + slots) * shape.vocab_size * (copies * FULL + half * width)
+    # Afterwards the gradient of what projects is there twice, before and after it is scaled.
+    return max(slot + kept + laws, own * FULL)

@@ -19,7 +19,7 @@ from draftsmith.data.counts import (
     prompts_here,
     written_length,
 )
-from draftsmith.data.memory import BYTES, FROZEN, FULL, answering_memory
+from draftsmith.data.memory import ALONE, BYTES, FROZEN, FULL, answering_memory
 from draftsmith.data.needs import (
     TRAINED,
     adapted_parameters,
@@ -28,8 +28,10 @@ from draftsmith.data.needs import (
 )
 from draftsmith.drafters.dflash import spread_taps
 from draftsmith.drafters.mtp_layer import check_layer
+from draftsmith.drafters.quantised import check_spread
 from draftsmith.drafters.target import (
     TargetShape,
+    decoder_of,
     describe,
     layer_stack,
     pick_device,
@@ -48,6 +50,7 @@ from draftsmith.recipes.schema import (
     Recipe,
     TargetConfig,
 )
+from draftsmith.recipes.sharing import Shares
 
 ROW_BYTES = 14  # of a row's file per token: its id and its text
 
@@ -70,7 +73,7 @@ class Plan:
     notes: tuple[str, ...]
 
 
-def make_plan(recipe: Recipe) -> Plan:
+def make_plan(recipe: Recipe, shares: Shares = ALONE) -> Plan:
     """Check a recipe against its target's config, its prompts and this machine.
 
     Raises UserError for what cannot work.
@@ -81,6 +84,7 @@ def make_plan(recipe: Recipe) -> Plan:
     check_graphs(recipe)
     shape = describe(recipe.target)
     check_target(recipe, shape)
+    check_spread(recipe.target.load_in or shape.quantisation, sharded=shares.target_is_sharded)
     evaluated = prompts_here(recipe, "test")
     asked = prompts_here(recipe, "train", evaluated)
     lengths = None if asked is None else estimate_lengths(recipe, asked)
@@ -96,7 +100,7 @@ def make_plan(recipe: Recipe) -> Plan:
         eval_prompts=count_evaluated(recipe, evaluated),
         tokens=tokens,
         steps=steps,
-        training=estimate_memory(recipe, shape, trained),
+        training=estimate_memory(recipe, shape, trained, shares),
         answering={} if recipe.data.distil.urls else answering_memory(recipe, shape, longest),
         memory_total=device_memory(recipe),
         disk=estimate_disk(recipe, shape, trained, tokens or 0),
@@ -254,7 +258,7 @@ def check_layer_of(target: TargetConfig) -> None:
     """Whether an MTP block can be made of the target's layers."""
     model = skeleton(target)
     text = model.config.get_text_config()
-    base = model.get_decoder()
+    base = decoder_of(model)
     check_layer(base, text, layer_stack(base, text.num_hidden_layers), target.model)
 
 

@@ -20,6 +20,7 @@ from draftsmith.recipes.entry import (
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.load import load_recipe
 from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sharing import asked_shares
 from draftsmith.recipes.stages import (
     DATA,
     STAGES,
@@ -60,6 +61,11 @@ def run_recipe(program: Program, arguments: Arguments, argv: Sequence[str]) -> N
         to_do = ", ".join(stage.name for stage in left if stage in asked)
         tell("to do    " + (to_do or "nothing"))
         return
+    if arguments.profile:
+        check_order(recipe, TRAIN)
+        with open_run(recipe, [*program.name.split(), *argv]) as run:
+            program.work["profile"](recipe, run)
+        return
     if any(stage in left for stage in asked):
         check_processes(asked)
         check_order(recipe, asked[0])
@@ -84,7 +90,7 @@ def show_plan(recipe: Recipe) -> None:
     """Print what will be done; refuses what cannot work."""
     from draftsmith.data.plan import make_plan, render
 
-    tell(render(make_plan(recipe), recipe))
+    tell(render(make_plan(recipe, asked_shares()), recipe))
 
 
 def check_order(recipe: Recipe, first: Stage) -> None:

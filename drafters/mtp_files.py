@@ -96,6 +96,15 @@ LAYOUTS = {
         layer="",
         hidden_first=True,
     ),
+    # speculators, whose drafters have a folder of their own
+    "speculators": Layout(
+        prefix="mtp_layers.{i}.",
+        fc="input_proj",
+        embedding_norm="token_layernorm",
+        hidden_norm="hidden_layernorm",
+        norm="final_layernorm",
+        layer="",
+    ),
 }
 
 

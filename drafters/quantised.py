@@ -49,9 +49,8 @@ def check_twice(config: TargetConfig, loaded: Any) -> None:
         )
 
 
-def check_spread(config: TargetConfig, loaded: Any, *, sharded: bool) -> None:
+def check_spread(method: str, *, sharded: bool) -> None:
     """Raises UserError for quantised layers that are to be spread over processes."""
-    method = config.load_in or quantisation_of(loaded)
     if sharded and method != NONE:
         raise UserError(
             f"target.load_in: layers in {method} are not spread over processes here; share the "

@@ -84,9 +84,7 @@ class Target:
         model.requires_grad_(False)
         model.eval()
         settle(model)
-        self.base = model.get_decoder()
-        if self.base is model:  # Llama 4's is not where transformers looks
-            self.base = model.model
+        self.base = decoder_of(model)
         self.config = model.config.get_text_config()
         self.head_weight = dense_head(model)  # [V, D]
         self.embedding: Tensor = model.get_input_embeddings().weight  # [V, D]
@@ -122,7 +120,7 @@ class Target:
             tokenizer = AutoTokenizer.from_pretrained(source, **options)
             found = AutoConfig.from_pretrained(source, **options)
             check_twice(config, found)
-            check_spread(config, found, sharded=sharded)
+            check_spread(config.load_in or quantisation_of(found), sharded=sharded)
             dtype = {"dtype": getattr(torch, config.dtype)}
             quantised = load_options(config, device)
 
@@ -428,14 +426,20 @@ class Target:
 
 def stack_of(model: Any) -> nn.ModuleList:
     """A model's decoder layers. Raises UserError where they are no stack."""
-    base, count = model.get_decoder(), model.config.get_text_config().num_hidden_layers
-    found = layer_stack(model.model if base is model else base, count)
+    count = model.config.get_text_config().num_hidden_layers
+    found = layer_stack(decoder_of(model), count)
     if found is None:
         raise UserError(
             f"target.model: no stack of {count} decoder layers found, which could be spread over "
             "processes; use --accelerate ddp or zero2"
         )
     return found
+
+
+def decoder_of(model: Any) -> Any:
+    """A causal language model without its head."""
+    base = model.get_decoder()
+    return model.model if base is model else base  # Llama 4's is not where transformers looks
 
 
 def layer_stack(base: Any, layers: int) -> nn.ModuleList | None:
@@ -648,7 +652,7 @@ def shape_of(config: Any, template: Any, *, trust_remote_code: bool = False) -> 
     heads = values.get("num_key_value_heads") or text.num_attention_heads
     size = values.get("head_dim") or text.hidden_size // text.num_attention_heads
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    stack = layer_stack(model.get_decoder(), text.num_hidden_layers) or nn.ModuleList()
+    stack = layer_stack(decoder_of(model), text.num_hidden_layers) or nn.ModuleList()
     inner = [one for one in model.get_decoder().modules() if isinstance(one, nn.Linear)]
     tied = bool(text.tie_word_embeddings)
     return TargetShape(

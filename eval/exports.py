@@ -43,6 +43,7 @@ from draftsmith.drafters.export_plain import (
     write_draft_model,
 )
 from draftsmith.drafters.methods import Drafter
+from draftsmith.drafters.mtp_speculators import read_mtp_speculators, write_mtp_speculators
 from draftsmith.eval.bundle import FOLDER, bundle
 from draftsmith.eval.stage import stored_recipe
 from draftsmith.eval.subjects import drafter_folder
@@ -193,6 +194,12 @@ EXPORTS: dict[tuple[str, str], Export] = {
         "config.mtp_hidden_states_first and config.name_or_path as in the folder's config.json, "
         "and _keys_to_ignore_on_load_unexpected = [r'^mtp\\.']",
         run=run_transformers,
+    ),
+    ("mtp", "speculators"): Export(
+        write_mtp_speculators,
+        read_mtp_speculators,
+        "speculators stitch-mtp {drafter} {target}",
+        note="the result is served as its family's own MTP layer",
     ),
     ("ngram", "transformers"): BUNDLE,
     ("prompt_lookup", "transformers"): BUNDLE,

@@ -40,6 +40,7 @@ class Arguments:
     dry_run: bool
     accelerate: str | None = None  # how several processes train: a config file, or a shipped name
     processes: int | None = None  # None: as many as there are GPUs
+    profile: bool = False  # only say where the time and memory of a training step go
 
 
 class Parser(argparse.ArgumentParser):
@@ -70,6 +71,9 @@ def parse_arguments(argv: Sequence[str], *, prog: str, commands: dict[str, str])
         "overrides", nargs="*", metavar="KEY=VALUE", help="for example optim.lr=1e-4"
     )
     parser.add_argument(
+        "--profile", action="store_true", help="train: take a few steps and say what they cost"
+    )
+    parser.add_argument(
         "--accelerate",
         metavar="HOW",
         help="train with several processes: ddp, fsdp2, zero2, zero3 or a file for `accelerate "
@@ -84,8 +88,16 @@ def parse_arguments(argv: Sequence[str], *, prog: str, commands: dict[str, str])
     if found.processes is not None and (found.accelerate is None or found.processes < 1):
         parser.error("--processes: give 1 or more, together with --accelerate")
     overrides = tuple(found.overrides)
+    if found.profile and found.command != "train":
+        parser.error("--profile: only training is profiled")
     return Arguments(
-        found.command, found.recipe, overrides, found.dry_run, found.accelerate, found.processes
+        found.command,
+        found.recipe,
+        overrides,
+        found.dry_run,
+        found.accelerate,
+        found.processes,
+        found.profile,
     )
 
 

@@ -27,6 +27,7 @@ from draftsmith.drafters.slots import Batch
 from draftsmith.drafters.target import Target
 from draftsmith.recipes.schema import MedusaConfig, ObjectiveConfig, TrainConfig
 from draftsmith.train.objective import Objective
+from draftsmith.train.phases import reset_peak, resident
 
 VERSIONS = ("whole", "chunked")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -205,21 +206,6 @@ def measured(step: Callable[[], None]) -> dict[str, float]:
     seconds, cpu_seconds = time.perf_counter() - clock, time.process_time() - cpu
     peak = resident("VmHWM") if reset else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"peak": float(peak - before), "seconds": seconds, "cpu_seconds": cpu_seconds}
-
-
-def resident(key: str) -> int:
-    """Bytes resident now (VmRSS) or at most so far (VmHWM)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-
-def reset_peak() -> bool:
-    """Start the peak anew; False where the kernel does not let us (the first step then tells)."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
 
 
 def trim_heap() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from draftsmith.data.runner import Program, Work, distil, run_recipe
 from draftsmith.data.tools import TOOLS
 from draftsmith.drafters.hub_name import hub_name
-from draftsmith.recipes.entry import Arguments, guard, open_run
+from draftsmith.recipes.entry import Arguments, guard, open_run, tell
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import user_path
 from draftsmith.recipes.load import shipped_recipes
@@ -114,7 +114,19 @@ def measure(recipe: Recipe, run: Path) -> None:
     evaluate(recipe, run)
 
 
-WORK: dict[str, Work] = {"data": distil, "train": train_drafter, "eval": measure}
+def profile_step(recipe: Recipe, run: Path) -> None:
+    """Instead of the training stage."""
+    from draftsmith.train.profiling import profile_training
+
+    tell(f"finished: {profile_training(recipe, run)}")
+
+
+WORK: dict[str, Work] = {
+    "data": distil,
+    "train": train_drafter,
+    "eval": measure,
+    "profile": profile_step,
+}
 
 
 def evaluate_folder(arguments: Arguments, argv: Sequence[str], *, compared: bool) -> None:

@@ -19,7 +19,9 @@ def launch(arguments: Arguments) -> None:
     """
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     command = command_line(arguments)
-    if not arguments.dry_run and is_finished(recipe, run_folder(recipe), TRAIN):
+    if not (arguments.dry_run or arguments.profile) and is_finished(
+        recipe, run_folder(recipe), TRAIN
+    ):
         tell(f"finished before: {run_folder(recipe) / TRAIN.result}")
         return
     check_order(recipe, TRAIN)
@@ -41,4 +43,5 @@ def command_line(arguments: Arguments) -> list[str]:
         *("--num_processes", str(count)),
         *("-m", "draftsmith.train", arguments.recipe, *arguments.overrides),
         *(["--dry-run"] if arguments.dry_run else []),
+        *(["--profile"] if arguments.profile else []),
     ]

@@ -1,18 +1,11 @@
-"""The processes that a launcher started, and how they share the work.
+"""The processes that a launcher started, and how they share the work (`recipes/sharing.py`).
 
-    ddp      every process holds everything; gradients are averaged
-    fsdp2    the target's layers, the drafter's weights, gradients and moments are spread
-    zero2    the drafter's gradients and moments are spread (DeepSpeed)
-    zero3    as fsdp2, the drafter by DeepSpeed
-
-`accelerate launch` says which by its environment; torchrun alone means ddp.
+`accelerate launch` says how by its environment; torchrun alone means ddp.
 """
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -21,8 +14,8 @@ from accelerate.utils import DistributedType
 from draftsmith.drafters.target import pick_device
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sharing import Shares, Sharing, asked_sharing
 
-Sharing = Literal["alone", "ddp", "fsdp2", "zero2", "zero3"]
 # What Accelerate must have made of it on GPUs. On CPUs it knows several processes and no more
 # (MULTI_CPU), and the rest is done here in the same way.
 TYPES: dict[Sharing, DistributedType] = {
@@ -44,7 +37,12 @@ class Processes:
     @property
     def target_is_sharded(self) -> bool:
         """Whether every process holds a part of the target's layers alone."""
-        return self.sharing in ("fsdp2", "zero3")
+        return self.shares.target_is_sharded
+
+    @property
+    def shares(self) -> Shares:
+        """In numbers."""
+        return Shares(self.sharing, self.accelerator.num_processes)
 
     @property
     def in_lockstep(self) -> bool:
@@ -77,42 +75,6 @@ def start_processes(recipe: Recipe) -> Processes:
         )
     check_type(sharing, accelerator.distributed_type, device)
     return Processes(accelerator, sharing)
-
-
-def asked_sharing(environment: Mapping[str, str]) -> Sharing:
-    """What the launcher's environment asks for. Raises UserError for what is not supported."""
-    if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-        return zero_stage(environment)
-    if environment.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        if environment.get("FSDP_VERSION", "1") != "2":
-            raise UserError(
-                "accelerate: FSDP version 1 was asked for; set fsdp_version: 2, or use "
-                "--accelerate fsdp2"
-            )
-        return "fsdp2"
-    return "ddp"
-
-
-def zero_stage(environment: Mapping[str, str]) -> Sharing:
-    """DeepSpeed's stage, from Accelerate's own fields or from a DeepSpeed config that they name."""
-    from accelerate.utils import DeepSpeedPlugin, is_deepspeed_available
-
-    if not is_deepspeed_available():
-        raise UserError(
-            "accelerate: DeepSpeed was asked for and is not installed; run "
-            "`pip install 'draftsmith[deepspeed]'`, or use --accelerate fsdp2"
-        )
-    if environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none") != "none":
-        stage = DeepSpeedPlugin().zero_stage
-    else:
-        stage = int(environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
-    found: dict[int, Sharing] = {2: "zero2", 3: "zero3"}
-    if stage not in found:
-        raise UserError(
-            f"accelerate: DeepSpeed's ZeRO stage {stage} was asked for; allowed: 2, 3 "
-            "(for stage 0 use --accelerate ddp)"
-        )
-    return found[stage]
 
 
 def check_type(sharing: Sharing, found: DistributedType, device: torch.device) -> None:

@@ -43,6 +43,7 @@ from draftsmith.train.joint import (
 )
 from draftsmith.train.objective import Objective
 from draftsmith.train.parallel import Parallel, spread
+from draftsmith.train.phases import Phases
 from draftsmith.train.processes import Processes, start_processes
 from draftsmith.train.progress import Journal, Meter
 from draftsmith.train.pulse import Pulse
@@ -54,8 +55,9 @@ PRECISION = ("dtype", "quantisation")  # of a fingerprint: what rounds the same 
 class SlotLoss(nn.Module):
     """The drafter under its objective: the one module that data parallelism wraps."""
 
-    def __init__(self, drafter: Learned, target: Target, recipe: Recipe) -> None:
+    def __init__(self, drafter: Learned, target: Target, recipe: Recipe, phases: Phases) -> None:
         super().__init__()
+        self.phases = phases
         self.drafter, self.target, self.chunk = drafter, target, recipe.train.chunk
         self.depth = recipe.drafter.trained_slots
         self.objective = Objective(recipe.objective, self.depth)
@@ -82,19 +84,21 @@ class SlotLoss(nn.Module):
         """
         roots = self.drafter.roots(batch)
         teacher = states if joint is None else joint.teacher
-        slots = self.drafter.slots(batch, states, roots)
-        loss, sums = self.objective(
-            slots,
-            teacher or states,
-            self.target,
-            chunk=self.chunk,
-            metrics=metrics and teacher is not None,
-        )
-        if self.language is None:
-            return loss, sums
-        if joint is None:
-            return loss + self.language.touched(), sums
-        return joined(loss, self.language(batch, states, roots, joint.teacher), joint, sums)
+        with self.phases.phase("drafter forward"):
+            slots = self.drafter.slots(batch, states, roots)
+        with self.phases.phase("projection and loss"):
+            loss, sums = self.objective(
+                slots,
+                teacher or states,
+                self.target,
+                chunk=self.chunk,
+                metrics=metrics and teacher is not None,
+            )
+            if self.language is None:
+                return loss, sums
+            if joint is None:
+                return loss + self.language.touched(), sums
+            return joined(loss, self.language(batch, states, roots, joint.teacher), joint, sums)
 
 
 @dataclass
@@ -114,6 +118,7 @@ class Training:
     journal: Journal
     meter: Meter
     pulse: Pulse
+    phases: Phases
     features: FeatureCache | None = None  # None: the target computes its states in every step
     step: int = 0
     seconds: float = 0.0  # spent in steps, and on the feature cache before them
@@ -208,7 +213,8 @@ def prepare(recipe: Recipe, run: Path) -> Training:
         check_sharing(processes)
         adapters = adapt(target, recipe.adapter).parameters
         parameters |= {f"{PREFIX}{name}": value for name, value in adapters.items()}
-    loss = SlotLoss(drafter, target, recipe)
+    phases = Phases(target.device)
+    loss = SlotLoss(drafter, target, recipe, phases)
     trained = sum(value.numel() for value in parameters.values())
     return Training(
         recipe=recipe,
@@ -223,6 +229,7 @@ def prepare(recipe: Recipe, run: Path) -> Training:
         held_out=held_out,
         journal=journal,
         meter=Meter(accelerator, target.device),
+        phases=phases,
         pulse=Pulse(
             run / "ranks",
             accelerator.process_index,

@@ -102,7 +102,8 @@ def take_step(t: Training) -> None:
     """One optimizer step over all processes' rows; none is taken where nothing is supervised."""
     began = time.perf_counter()
     set_rates(t)
-    pieces = micro_batches(t)
+    with t.phases.phase("batches"):
+        pieces = micro_batches(t)
     batches = [batch for _, batch in pieces]
     # Counted before any forward and over all processes: the loss does not depend on how rows are
     # spread over micro-batches and processes, and all processes skip an empty step together.
@@ -119,7 +120,8 @@ def take_step(t: Training) -> None:
                 if batch is batches[-1]:
                     count_own_work(t, batches, started)
                     t.pulse.does("waiting", t.step)
-                t.parallel.backward(loss)
+                with t.phases.phase("backward"):
+                    t.parallel.backward(loss)
         apply_gradients(t)
     count(t, batches, own, seconds=time.perf_counter() - began, skipped=not denominator > 0)
     t.step += 1
@@ -159,9 +161,10 @@ def forward(t: Training, rows: list[int], batch: Batch, denominator: Tensor) -> 
     bf16 = t.recipe.train.precision == "bf16"
     metrics = is_due(t, t.recipe.train.log_every, ahead=1)
     autocast = torch.autocast(t.target.device.type, torch.bfloat16, enabled=bf16)
-    joint = t.joint(batch)
-    with autocast if joint else nullcontext():  # adapters compute as all that is trained does
-        states = t.states(rows, batch)
+    with t.phases.phase("target forward"):
+        joint = t.joint(batch)
+        with autocast if joint else nullcontext():  # adapters compute as all that is trained does
+            states = t.states(rows, batch)
     with autocast:
         loss, sums = t.parallel.model(batch, states, metrics=metrics, joint=joint)
     if "overlap" in sums:  # which only some steps have
@@ -192,7 +195,8 @@ def apply_gradients(t: Training) -> None:
     """Clip and step. Raises UserError for a gradient that is not finite."""
     if t.loss.language is not None and not t.phase.joint:
         t.loss.language.forget()
-    norm = t.parallel.step(t.recipe.optim.clip)
+    with t.phases.phase("optimizer"):
+        norm = t.parallel.step(t.recipe.optim.clip)
     if not math.isfinite(norm):
         raise UserError(
             f"the gradient of step {t.step + 1} is not finite ({norm}): training diverged; "

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from draftsmith.data.generate import Request, answer
 from draftsmith.data.memory import answering_memory
 from draftsmith.data.needs import (
+    FROZEN,
     LOGITS,
     STATES,
     TRAINED,
@@ -23,6 +24,7 @@ from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.slots import Batch, all_roots
 from draftsmith.drafters.target import Target, TargetShape, shape_of
 from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sharing import Shares
 from draftsmith.train.objective import Objective
 from tests.tiny import tiny_target
 
@@ -116,3 +118,23 @@ def test_answers_hold_the_cache_that_was_estimated(
     estimate = answering_memory(recipe, described(target), prompt)
     held = sum(buffer.nbytes for layer in caches[0].buffered for buffer in layer.buffers)
     assert estimate["keys and values"] == held
+
+
+@pytest.mark.parametrize("sharing", ["fsdp2", "zero2", "zero3"])
+def test_shares_shrink_with_every_process_but_not_below_what_all_hold(sharing: Any) -> None:
+    recipe = make_recipe(drafter={"projection": "own", "heads": 2})
+    shape = described(tiny_target(VOCAB, hidden=64, layers=8))
+    trained = trained_parameters(recipe.drafter, shape)
+    found = [
+        estimate_memory(recipe, shape, trained, Shares(sharing, count)) for count in (2, 4, 64)
+    ]
+    moments = [one[TRAINED] for one in found]
+    assert moments[0] > moments[1] > moments[2] > 3 * 4 * trained  # gathered for a step
+    frozen = [one[FROZEN] for one in found]
+    if sharing == "zero2":
+        assert frozen[0] == frozen[2]
+    else:
+        layer, rest = shape.layer_parameters[0], shape.parameters - sum(shape.layer_parameters)
+        assert frozen[0] > frozen[1] > frozen[2] > 2 * (rest + 2 * layer)
+    alone = estimate_memory(recipe, shape, trained)
+    assert all(one[LOGITS] == alone[LOGITS] for one in found)

@@ -33,11 +33,13 @@ from tests.drafters.test_mtp_files import CONFIGS
 from tests.tiny import tiny_model, tiny_target, tiny_tokenizer
 
 PROMPTS = [[1, 20, 30, 40, 21], [1, 99, 20, 30]]
-PAIRS = [  # TensorRT-LLM takes MTP in the target's own checkpoint alone
+# TensorRT-LLM takes MTP in the target's own checkpoint alone, speculators of Qwen's targets
+ELSEWHERE = {("mtp", "tensorrt-llm"), ("mtp", "speculators")}
+PAIRS = [
     (name, engine)
     for name, knobs in KINDS.items()
     for kind, engine in EXPORTS
-    if kind == knobs["kind"] and (kind, engine) != ("mtp", "tensorrt-llm")
+    if kind == knobs["kind"] and (kind, engine) not in ELSEWHERE
 ]
 
 
@@ -99,7 +101,7 @@ def test_a_reduced_vocabulary_keeps_its_meaning_among_all_tokens(target, tmp_pat
 
 
 def test_every_pair_is_an_export_or_a_reason():
-    late = {("dflash", "speculators"), ("mtp", "speculators")}
+    late = {("dflash", "speculators")}
     pairs = {(kind, engine) for kind in METHODS for engine in ENGINES}
     assert EXPORTS.keys() | LACKING.keys() | late == pairs
     assert not EXPORTS.keys() & LACKING.keys()
@@ -166,6 +168,22 @@ def test_norms_of_heads_and_wide_heads_have_no_class_in_servers(tmp_path):
         export = find_export("mtp", "transformers")
         write_export(export, source, tmp_path / f"o{head_dim}")
         assert check_export(export, source, tmp_path / f"o{head_dim}", PROMPTS, 8).unlike == 0
+
+
+@pytest.mark.parametrize("order", ["embedding_first", "hidden_first"])
+def test_speculators_has_layers_of_qwens(tmp_path, order):
+    target = qwen3(16)
+    source = source_at(
+        write_drafter(target, tmp_path / "d", {**KINDS["mtp"], "order": order}), target
+    )
+    export = find_export("mtp", "speculators")
+    write_export(export, source, tmp_path / "out")
+    assert check_export(export, source, tmp_path / "out", PROMPTS, 8).unlike == 0
+    names = load_file(tmp_path / "out/model.safetensors").keys()
+    assert "mtp_layers.0.input_proj.weight" in names and all("mtp_layers.0." in n for n in names)
+    llama = source_of(tiny_target(), tmp_path / "llama", "mtp")
+    with pytest.raises(UserError, match=r"has MTP layers for qwen3, .* and the target is of llama"):
+        write_export(export, llama, tmp_path / "never")
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "tensorrt-llm"])

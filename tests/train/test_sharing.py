@@ -9,8 +9,9 @@ import torch
 from accelerate.utils import DistributedType
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.sharing import asked_sharing
 from draftsmith.train.checkpoint import latest
-from draftsmith.train.processes import asked_sharing, check_type
+from draftsmith.train.processes import check_type
 from draftsmith.train.pulse import Pulse
 from draftsmith.train.trainer import train
 from draftsmith.train.zero import part
