@@ -52,6 +52,28 @@ def trained_parameters(config: DrafterConfig, shape: TargetShape) -> int:
     return 0
 
 
+def adapted_parameters(recipe: Recipe, shape: TargetShape) -> int:
+    """Parameters of the target's adapters (a test counts the real ones)."""
+    if recipe.adapter is None:
+        return 0
+    head = shape.hidden_size + shape.vocab_size if recipe.adapter.head else 0
+    return recipe.adapter.rank * (shape.linear_sides + head)
+
+
+def kept_by_layers(recipe: Recipe, shape: TargetShape, positions: int) -> dict[str, int]:
+    """Bytes of activations that a target that learns keeps for its gradient, by part."""
+    if recipe.adapter is None:
+        return {}
+    wide = shape.geometry
+    # About ten states and four of its MLP's moments, as a drafter's layer; adapters read fp32.
+    layer = positions * (10 * wide.hidden + 4 * wide.intermediate) * FULL
+    inputs = positions * wide.hidden * BYTES[recipe.target.dtype]
+    whole = layer * shape.layers
+    kept = layer + inputs * shape.layers if recipe.adapter.checkpointing else whole
+    head = {"one chunk of the target's own logits": chunk_memory(recipe, shape, whole=True)}
+    return {"activations of the target's layers": kept, **head}
+
+
 def ready_parameters(config: DrafterConfig) -> int:
     """Parameters of ready draft models that are read. Raises UserError for missing ones."""
     if not isinstance(config, DraftModelConfig):
@@ -82,6 +104,7 @@ def estimate_memory(
         FROZEN: frozen_bytes(recipe, shape, shares) + (rows + ready_parameters(drafter)) * width,
         TRAINED: trained_bytes(trained, shares),
         **step_memory(drafter, recipe, shape, positions),
+        **kept_by_layers(recipe, shape, positions),
         "target's activations": positions
         * (WIDEST * shape.hidden_size + recipe.data.max_length)
         * width,
@@ -170,11 +193,13 @@ def projecting(config: DrafterConfig, shape: TargetShape) -> int:
     return 0
 
 
-def chunk_memory(recipe: Recipe, shape: TargetShape) -> int:
-    """Bytes that the chunked projection holds at once: it takes one slot after the other."""
+def chunk_memory(recipe: Recipe, shape: TargetShape, *, whole: bool = False) -> int:
+    """Bytes that the chunked projection holds at once: it takes one slot after the other. whole:
+    of the target's vocabulary, whatever drafts may use.
+    """
     loss, slots, chunk = recipe.objective, recipe.drafter.trained_slots, recipe.train.chunk
     width = BYTES[recipe.target.dtype]
-    reduced = reduced_rows(recipe.drafter)
+    reduced = None if whole else reduced_rows(recipe.drafter)
     rows = reduced or shape.vocab_size
     half = width < FULL
     # Logits in the target's precision, in fp32, their gradient, and the teacher's law for a slot.

@@ -441,6 +441,39 @@ class ObjectiveConfig(Block):
         return self
 
 
+class GateConfig(Block):
+    """What an adapted target may lose before its drafter is refused; null: anything."""
+
+    answers: Positive = 16  # held-out prompts that both answer, greedily
+    max_new_tokens: Positive = 64
+    # nats per token of held-out answers that the adapted law may lie from the original
+    max_kl: Annotated[float, Field(gt=0.0)] | None = 0.1
+    # nats per token by which its own answers may be less likely to the original than the original's
+    max_fall: Annotated[float, Field(gt=0.0)] | None = 0.1
+
+
+class AdapterConfig(Block):
+    """LoRA on the target, trained with Medusa's heads (Medusa-2, 2401.10774, sections 2.2 and 2.3).
+    It changes what the target says. Defaults are the paper's for Vicuna.
+    """
+
+    rank: Positive = 32
+    alpha: Positive = 16
+    dropout: Momentum = 0.05
+    head: bool = True  # the target's head is adapted too, beside all linear layers
+    lr: Annotated[float, Field(gt=0.0)] = 5e-4  # the heads' is optim.lr: 4 times that
+    # what keeps it a language model. text: cross-entropy on the answers. original: KL to the same
+    # network with its adapters off (self-distillation)
+    language: Literal["text", "original"] = "text"
+    head_share: Annotated[float, Field(ge=0.0)] = 0.2  # lambda_0: weight of the heads' loss
+    ramp: Literal["none", "sine"] = "none"  # sine: lambda_0 sin(pi/2 * share of the steps done)
+    # share of the steps that train the heads alone, under a schedule of their own
+    heads_first: Momentum = 0.5
+    checkpointing: bool = True  # recompute the layers' activations in the backward pass
+    merged: bool = False  # also keep the adapted target as a plain model, beside the adapter
+    gate: GateConfig = GateConfig()
+
+
 class OptimConfig(Block):
     """AdamW, warm-up, and a schedule."""
 
@@ -522,6 +555,7 @@ class Recipe(Block):
     target: TargetConfig
     data: DataConfig = DataConfig()
     drafter: Annotated[DrafterConfig, Field(discriminator="kind")] = MedusaConfig()
+    adapter: AdapterConfig | None = None  # null: the target stays frozen
     objective: ObjectiveConfig = ObjectiveConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()

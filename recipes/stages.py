@@ -91,7 +91,7 @@ DATA = Stage(
 )
 TRAIN = Stage(
     "train",
-    ("seed", "target", "data", "drafter", "objective", "optim", "train"),
+    ("seed", "target", "data", "drafter", "adapter", "objective", "optim", "train"),
     ("checkpoints", "drafter"),
     "drafter",
     but=EVALUATION,
