@@ -85,7 +85,8 @@ def speaker(name: str) -> Weightless:
     size = len(tokenizer) + 8
     shape = LlamaConfig(vocab_size=size, max_position_embeddings=4096)
     end = tokenizer.convert_tokens_to_ids(ENDS[name])
-    return Weightless(name, tokenizer, shape, (end,), size, {"model": name})
+    said_of_it = {"model": name, "content": "none", "quantisation": "none"}
+    return Weightless(name, tokenizer, shape, (end,), size, said_of_it)
 
 
 def rows_of(
