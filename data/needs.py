@@ -140,14 +140,16 @@ def step_memory(
             wide = own_geometry(config, shape.geometry)
             roots = min(config.anchors_per_row, recipe.data.max_length)
             blocks = recipe.train.rows_per_micro_batch * roots * config.block_size
-            # What a layer keeps for its gradient: about ten states and four of its MLP's moments.
-            kept = config.layers * (10 * wide.hidden + 4 * wide.intermediate)
+            # What a layer keeps for its gradient: about ten states, of which four are as wide as
+            # products are, and four of its MLP's moments, which all are.
+            narrow = 2 if recipe.train.precision == "bf16" else FULL
+            states = 6 * FULL * wide.hidden + narrow * (4 * wide.hidden + 4 * wide.intermediate)
             taps = len(config.taps) or config.layers
             context = (taps + 2) * wide.hidden + 4 * config.layers * wide.kv_heads * wide.head_dim
             return {
                 LOGITS: chunk_memory(recipe, shape),
                 STATES: 4 * blocks * wide.hidden * FULL,
-                "activations of the blocks": blocks * kept * FULL,
+                "activations of the blocks": config.layers * blocks * states,
                 "the context's keys and values": positions * context * FULL,
             }
         case MtpConfig():
