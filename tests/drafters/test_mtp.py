@@ -75,7 +75,9 @@ def family(name):
 def mtp(target, slots=3, seed=0, ids=None, noise=0.05, **knobs):
     """A drafter that is right now and then."""
     config = MtpConfig(kind="mtp", draft_tokens=slots, **knobs)
-    drafter = methods.build(config, target, ids)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        drafter = methods.build(config, target, ids)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(seed)
         for parameter in drafter.parameters():

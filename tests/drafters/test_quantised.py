@@ -25,6 +25,7 @@ from draftsmith.recipes.schema import (
     Recipe,
     TargetConfig,
 )
+from draftsmith.train.phases import Phases
 from draftsmith.train.setup import SlotLoss
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -112,7 +113,7 @@ def test_every_drafter_trains_in_fp32_on_it_and_decodes_it_exactly(
     assert not any(map(is_quantised, drafter.modules()))
     frozen = {key: value.clone() for key, value in target.model.state_dict().items()}
     given = {"name": "x", "target": {"model": str(folder)}, "drafter": config.model_dump()}
-    loss = SlotLoss(drafter, target, Recipe.model_validate(given))
+    loss = SlotLoss(drafter, target, Recipe.model_validate(given), Phases(target.device))
     batch = rows()
     value, _ = loss(batch, target.states(batch, drafter.taps), metrics=True)
     value.backward()

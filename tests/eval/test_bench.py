@@ -288,7 +288,9 @@ def grid_of(candidates, prompts=4, **knobs):
 
 
 def test_guesses_are_never_weighed_by_a_law_and_the_report_says_why():
-    medusa = Candidate("medusa", drafter_of(tiny_target()), chain(3), WIDE)
+    heads = drafter_of(tiny_target())
+    heads.draws = ()
+    medusa = Candidate("medusa", heads, chain(3), WIDE)
     grid = grid_of([medusa], temperature=0.7, rules=EVERY)
     sampled = [arm for arm in grid.arms if not arm.sampling.greedy]
     assert sampled[0].name == "plain T=0.7" and {arm.baseline for arm in sampled} == {"plain T=0.7"}
