@@ -84,6 +84,8 @@ class Vocabulary:
         """Every dotted key below a node."""
         for key, child in self.keys(node).items():
             if self.keys(child):
+                if any(choice.get("type") == "null" for choice in self.choices(child)):
+                    yield f"{prefix}{key}"  # a block that may be left out as a whole
                 yield from self.paths(child, f"{prefix}{key}.")
             else:
                 yield f"{prefix}{key}"
