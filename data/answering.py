@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from draftsmith.data.bar import Bar
 from draftsmith.data.generate import Answer, Request
 from draftsmith.data.prompts import Prompt
+from draftsmith.data.render import said
 from draftsmith.data.rows import Row, RowFile
 from draftsmith.drafters.speaker import Speaker
 from draftsmith.recipes.schema import DataConfig
@@ -13,7 +14,7 @@ from draftsmith.recipes.schema import DataConfig
 
 @dataclass
 class Answering:
-    """Who is asked what, and what became of it. Both backends write their rows here."""
+    """Who is asked what, and what became of it. All backends write their rows here."""
 
     speaker: Speaker
     prompts: Mapping[str, Prompt]  # by key
@@ -44,9 +45,11 @@ class Answering:
             "tools": list(prompt.tools),
             "prompt_ids": request.ids,
             "response_ids": answer.ids,
-            "response": tokenizer.decode(answer.ids, skip_special_tokens=True),
+            "response": said(tokenizer, answer.ids),
             "finish_reason": answer.finish_reason,
-            "temperature": request.sampling.temperature,
+            "temperature": prompt.given[0].temperature
+            if prompt.given
+            else request.sampling.temperature,
             "seed": self.seed,
             "thinking": self.config.thinking,
             **told,

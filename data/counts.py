@@ -60,6 +60,8 @@ def written_length(recipe: Recipe) -> int:
 
 def by_turn(recipe: Recipe, prompt: Prompt) -> list[int]:
     """Tokens of a conversation up to each of the answers that it is asked for."""
+    if prompt.given:
+        return [estimate_length(prompt.messages[: one.after]) for one in prompt.given]
     told = [{"content": json.dumps(prompt.tools)}] if prompt.tools else []
     lengths = [estimate_length([*prompt.messages, *told])]
     for later in prompt.later:

@@ -143,19 +143,25 @@ class Reader:
         text = text_of(choice)
         if "\ufffd" in text:
             raise Unusable("text cut inside a character")
-        ids = encode(self.speaker.tokenizer, text)
-        back = self.speaker.tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        if back != text:
+        if not survives(self.speaker, text):
             raise Unusable("text that does not survive tokenising")
-        return ids
+        return encode(self.speaker.tokenizer, text)
 
     def check_count(self, ids: list[int], reason: str, count: int | None) -> None:
         """As many tokens as the server counted; not all of them count the end token."""
         allowed = (None, len(ids)) if reason == "length" else (None, len(ids), len(ids) - 1)
         if count not in allowed:
             raise Unusable("text that tokenises to another number of tokens")
+
+
+def survives(speaker: Speaker, text: str) -> bool:
+    """Whether a text's ids give it back."""
+    back = speaker.tokenizer.decode(
+        encode(speaker.tokenizer, text),
+        skip_special_tokens=False,
+        clean_up_tokenization_spaces=False,
+    )
+    return bool(back == text)
 
 
 def first_choice(reply: Any) -> Json:

@@ -20,6 +20,7 @@ import torch
 from draftsmith.data.answering import Answering
 from draftsmith.data.bar import Bar
 from draftsmith.data.generate import Answer, Request, answer
+from draftsmith.data.given_backend import answer_given, fan_out
 from draftsmith.data.prompts import Prompt, keyed_number, listed, next_turns
 from draftsmith.data.render import TemplateRefusal, check_template, render_prompt
 from draftsmith.data.rows import (
@@ -62,6 +63,8 @@ def distil(
     Later turns of conversations are answered after all earlier ones, each with the target's own
     answers before it, into folders of their own.
     """
+    if config.distil.backend == "given":
+        prompts = fan_out(prompts)
     requests, dropped = make_requests(speaker, prompts, config, seed)
     made, tokens, started = 0, 0, time.perf_counter()
     whole = config.distil.model_copy(update={"share": (1, 1)})  # later turns are of this share
@@ -106,7 +109,8 @@ def answer_all(
 
     Returns the rows that this call made and its tokens. `title` names the bar.
     """
-    agree_on_manifest(folder, manifest(speaker, requests, config, seed))
+    told = manifest(speaker, requests, config, seed) | origin(prompts, config)
+    agree_on_manifest(folder, told)
     first, step = config.distil.share
     batches = plan(requests, config.distil.batch_size)[first - 1 :: step]
     total = sum(map(len, batches))
@@ -142,6 +146,7 @@ def answer_there(job: Answering, batches: Sequence[Sequence[Request]], folder: P
 BACKENDS: dict[str, Callable[[Answering, Sequence[Sequence[Request]], Path], None]] = {
     "transformers": answer_here,
     "openai": answer_there,
+    "given": answer_given,
 }
 
 
@@ -222,6 +227,27 @@ def manifest(
         "seed": seed,
         "target": speaker.fingerprint,
         "thinking": config.thinking,
+    }
+
+
+def origin(prompts: Sequence[Prompt], config: DataConfig) -> dict[str, Any]:
+    """Where answers come from that were not made here: that the target said them is the word of
+    who gives them.
+    """
+    given = [one for prompt in prompts for one in prompt.given]
+    if not given:
+        return {}
+    said = hashlib.sha256()
+    for prompt in sorted(prompts, key=lambda prompt: prompt.key):
+        said.update(f"{prompt.key}\0{prompt.given}\n".encode(errors="backslashreplace"))
+    return {
+        "origin": {
+            "answers": "given, not made here; that the target said them is its user's word",
+            "source": Path(config.prompts).name,
+            "with token ids": sum(one.ids is not None for one in given),
+            "with temperature": sum(one.temperature is not None for one in given),
+            "sha256": said.hexdigest(),
+        }
     }
 
 

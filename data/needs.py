@@ -52,6 +52,28 @@ def trained_parameters(config: DrafterConfig, shape: TargetShape) -> int:
     return 0
 
 
+def adapted_parameters(recipe: Recipe, shape: TargetShape) -> int:
+    """Parameters of the target's adapters (a test counts the real ones)."""
+    if recipe.adapter is None:
+        return 0
+    head = shape.hidden_size + shape.vocab_size if recipe.adapter.head else 0
+    return recipe.adapter.rank * (shape.linear_sides + head)
+
+
+def kept_by_layers(recipe: Recipe, shape: TargetShape, positions: int) -> dict[str, int]:
+    """Bytes of activations that a target that learns keeps for its gradient, by part."""
+    if recipe.adapter is None:
+        return {}
+    wide = shape.geometry
+    # About ten states and four of its MLP's moments, as a drafter's layer; adapters read fp32.
+    layer = positions * (10 * wide.hidden + 4 * wide.intermediate) * FULL
+    inputs = positions * wide.hidden * BYTES[recipe.target.dtype]
+    whole = layer * shape.layers
+    kept = layer + inputs * shape.layers if recipe.adapter.checkpointing else whole
+    head = {"one chunk of the target's own logits": chunk_memory(recipe, shape, whole=True)}
+    return {"activations of the target's layers": kept, **head}
+
+
 def ready_parameters(config: DrafterConfig) -> int:
     """Parameters of ready draft models that are read. Raises UserError for missing ones."""
     if not isinstance(config, DraftModelConfig):
@@ -82,6 +104,7 @@ def estimate_memory(
         FROZEN: frozen_bytes(recipe, shape, shares) + (rows + ready_parameters(drafter)) * width,
         TRAINED: trained_bytes(trained, shares),
         **step_memory(drafter, recipe, shape, positions),
+        **kept_by_layers(recipe, shape, positions),
         "target's activations": positions
         * (WIDEST * shape.hidden_size + recipe.data.max_length)
         * width,
@@ -117,14 +140,16 @@ def step_memory(
             wide = own_geometry(config, shape.geometry)
             roots = min(config.anchors_per_row, recipe.data.max_length)
             blocks = recipe.train.rows_per_micro_batch * roots * config.block_size
-            # What a layer keeps for its gradient: about ten states and four of its MLP's moments.
-            kept = config.layers * (10 * wide.hidden + 4 * wide.intermediate)
+            # What a layer keeps for its gradient: about ten states, of which four are as wide as
+            # products are, and four of its MLP's moments, which all are.
+            narrow = 2 if recipe.train.precision == "bf16" else FULL
+            states = 6 * FULL * wide.hidden + narrow * (4 * wide.hidden + 4 * wide.intermediate)
             taps = len(config.taps) or config.layers
             context = (taps + 2) * wide.hidden + 4 * config.layers * wide.kv_heads * wide.head_dim
             return {
                 LOGITS: chunk_memory(recipe, shape),
                 STATES: 4 * blocks * wide.hidden * FULL,
-                "activations of the blocks": blocks * kept * FULL,
+                "activations of the blocks": config.layers * blocks * states,
                 "the context's keys and values": positions * context * FULL,
             }
         case MtpConfig():
@@ -170,11 +195,13 @@ def projecting(config: DrafterConfig, shape: TargetShape) -> int:
     return 0
 
 
-def chunk_memory(recipe: Recipe, shape: TargetShape) -> int:
-    """Bytes that the chunked projection holds at once: it takes one slot after the other."""
+def chunk_memory(recipe: Recipe, shape: TargetShape, *, whole: bool = False) -> int:
+    """Bytes that the chunked projection holds at once: it takes one slot after the other. whole:
+    of the target's vocabulary, whatever drafts may use.
+    """
     loss, slots, chunk = recipe.objective, recipe.drafter.trained_slots, recipe.train.chunk
     width = BYTES[recipe.target.dtype]
-    reduced = reduced_rows(recipe.drafter)
+    reduced = None if whole else reduced_rows(recipe.drafter)
     rows = reduced or shape.vocab_size
     half = width < FULL
     # Logits in the target's precision, in fp32, their gradient, and the teacher's law for a slot.

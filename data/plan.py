@@ -20,7 +20,12 @@ from draftsmith.data.counts import (
     written_length,
 )
 from draftsmith.data.memory import ALONE, BYTES, FROZEN, FULL, answering_memory
-from draftsmith.data.needs import TRAINED, estimate_memory, trained_parameters
+from draftsmith.data.needs import (
+    TRAINED,
+    adapted_parameters,
+    estimate_memory,
+    trained_parameters,
+)
 from draftsmith.drafters.dflash import spread_taps
 from draftsmith.drafters.geometry import own_geometry
 from draftsmith.drafters.mtp_families import check_family, check_supported
@@ -78,6 +83,7 @@ def make_plan(recipe: Recipe, shares: Shares = ALONE) -> Plan:
     Raises UserError for what cannot work.
     """
     check_steps(recipe)
+    check_adapter(recipe)
     check_trackers(recipe)
     check_graphs(recipe)
     shape = describe(recipe.target)
@@ -89,7 +95,7 @@ def make_plan(recipe: Recipe, shares: Shares = ALONE) -> Plan:
     check_held_out(recipe, lengths)
     tokens = None if lengths is None else estimate_tokens(recipe, lengths)
     steps = estimate_steps(recipe, tokens)
-    trained = trained_parameters(recipe.drafter, shape)
+    trained = trained_parameters(recipe.drafter, shape) + adapted_parameters(recipe, shape)
     longest = recipe.data.max_prompt_tokens if lengths is None else max(lengths)
     plan = Plan(
         trained=trained,
@@ -99,7 +105,9 @@ def make_plan(recipe: Recipe, shares: Shares = ALONE) -> Plan:
         tokens=tokens,
         steps=steps,
         training=estimate_memory(recipe, shape, trained, shares),
-        answering={} if recipe.data.distil.urls else answering_memory(recipe, shape, longest),
+        answering={}
+        if recipe.data.distil.backend != "transformers"
+        else answering_memory(recipe, shape, longest),
         memory_total=device_memory(recipe),
         disk=estimate_disk(recipe, shape, trained, tokens or 0),
         disk_free=free_disk(run_folder(recipe)),
@@ -155,6 +163,27 @@ def check_training(recipe: Recipe) -> None:
     if recipe.objective.weights == "list" and weights != slots:
         raise UserError(
             f"objective.slot_weights: {weights} given for {slots} slots; give one weight per slot"
+        )
+
+
+def check_adapter(recipe: Recipe) -> None:
+    """What a target that learns rules out."""
+    if recipe.adapter is None:
+        return
+    if not isinstance(recipe.drafter, MedusaConfig):
+        raise UserError(
+            f"adapter: a target is adapted beside Medusa's heads, not {recipe.drafter.kind}; take "
+            "drafter.kind: medusa, or adapter: null"
+        )
+    if recipe.train.feature_cache:
+        raise UserError(
+            "train.feature_cache: the states of a target that learns change in every step; set it "
+            "to false, or adapter: null"
+        )
+    if recipe.adapter.merged and recipe.target.load_in is not None:
+        raise UserError(
+            f"adapter.merged: adapters over {recipe.target.load_in} weights stay beside them, for "
+            "merging rounds them away; set it to false, or target.load_in: null"
         )
 
 
@@ -401,7 +430,10 @@ def parts(sizes: dict[str, int]) -> list[tuple[str, str]]:
 def answering_lines(plan: Plan, recipe: Recipe) -> list[tuple[str, str]]:
     """What answering the prompts takes here, or who does it instead."""
     if not plan.answering:
-        return [("answers", f"from {', '.join(recipe.data.distil.urls)}")]
+        given = f"given with the prompts of {recipe.data.prompts}; that the target said them is "
+        given += "taken on trust"
+        urls = recipe.data.distil.urls
+        return [("answers", f"from {', '.join(urls)}" if urls else given)]
     knob = "data.distil.batch_size"
     needed = peak(plan, plan.answering, "for a batch of answers", knob)
     return [("memory", needed), *parts(plan.answering)]
@@ -414,10 +446,11 @@ def render(plan: Plan, recipe: Recipe) -> str:
     count = recipe.data.self_written.count
     written = f" (up to {count:,} self-written)" if count else ""
     at_most = "" if plan.tokens is None else "at most "
+    adapted = "" if recipe.adapter is None else ", the target's adapters among them"
     lines = [
         ("run", str(run_folder(recipe))),
         ("target", f"{recipe.target.model}, {plan.frozen:,} parameters frozen"),
-        ("drafter", f"{recipe.drafter.kind}, {plan.trained:,} parameters trained"),
+        ("drafter", f"{recipe.drafter.kind}, {plan.trained:,} parameters trained{adapted}"),
         (
             "prompts",
             f"{number(plan.prompts)} to train on{written}, {number(plan.eval_prompts)} to report "

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.data import starter
+from draftsmith.data.given import Given, completed, given_answers
 from draftsmith.data.overlap import Runs
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import user_path
@@ -28,7 +29,13 @@ FIELDS = ("messages", "conversations", "prompt", "turns")  # what holds the conv
 KEY_FIELDS = ("key", "id", "question_id")
 NEAR_WORDS = 8  # of a run by which near duplicates are told, where no other number is given
 EVALUATED = "copy of an evaluation prompt"  # why a training prompt is dropped
-KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # of a message, beside its text
+KEPT = (
+    "tool_calls",
+    "tool_call_id",
+    "name",
+    "reasoning_content",
+    "thinking",
+)  # of a message, beside its text
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -46,13 +53,17 @@ ROLES = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation that ends where the target should answer. `key` is its name in every file."""
+    """A conversation that ends where the target should answer. `key` is its name in every file.
+
+    With answers that were given elsewhere, `messages` ends with the last of them.
+    """
 
     key: str
     category: str
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     later: tuple[tuple[Message, ...], ...] = ()  # what follows each of the target's answers
+    given: tuple[Given, ...] = ()  # its answers, where they are not to be made
 
 
 @dataclass(frozen=True)
@@ -81,12 +92,19 @@ def load_prompts(
     if train and config.grow:
         rows = chain(rows, _numbered("grown", starter.grow(config.grow, seed)))
     if train:
-        every = config.turns == "all"
-        rules = Rules(evaluated, config.overlap_words, config.near_duplicates, every=every)
+        rules = Rules(
+            evaluated,
+            config.overlap_words,
+            config.near_duplicates,
+            every=config.turns == "all",
+            given=config.distil.backend == "given",
+        )
     found = collect(rows, rules)
     if not found.prompts:
         raise UserError(f"{source}: no prompt is left. Dropped: {listed(found.dropped)}")
-    if train and config.limit is not None:
+    if train and config.mix:
+        found = mixed(found, config.mix, config.limit, seed)
+    elif train and config.limit is not None:
         found = PromptSet(draw(found.prompts, config.limit, seed), found.dropped)
     return PromptSet(repeat(found.prompts, config.answers), found.dropped) if train else found
 
@@ -114,6 +132,7 @@ class Rules:
     overlap_words: int = 0  # in a row that make a copy; 0: only the whole question does
     near_duplicates: float | None = None  # share of runs that earlier prompts have
     every: bool = False  # whether every turn of a conversation is asked for, not the last alone
+    given: bool = False  # whether the answers are taken from the rows
 
 
 def collect(rows: Iterable[Row], rules: Rules | None = None) -> PromptSet:
@@ -124,7 +143,7 @@ def collect(rows: Iterable[Row], rules: Rules | None = None) -> PromptSet:
     dropped: Counter[str] = Counter()
     for where, row in rows:
         try:
-            prompt = _prompt(where, row, every=rules.every)
+            prompt = _prompt(where, row, rules)
             sieve.take(prompt)
         except Unusable as reason:
             dropped[str(reason)] += 1
@@ -153,7 +172,8 @@ class Sieve:
         if prompt.key in self.keys:
             raise Unusable("id of another prompt")
         said = user_texts([prompt])
-        if question(prompt.messages) in self.forbidden or any(map(self.held_out.touches, said)):
+        copied = any(question(asked) in self.forbidden for asked in asked_by(prompt))
+        if copied or any(map(self.held_out.touches, said)):
             raise Unusable(EVALUATED)
         text = "\n".join(said)
         if self.earlier.count and self.earlier.share(text) >= (self.rules.near_duplicates or 1.0):
@@ -161,6 +181,11 @@ class Sieve:
         self.earlier.add(text)
         self.keys.add(prompt.key)
         self.contents.add(content)
+
+
+def asked_by(prompt: Prompt) -> list[tuple[Message, ...]]:
+    """What stands before each of a prompt's answers, as far as that is known."""
+    return [prompt.messages[: one.after] for one in prompt.given] or [prompt.messages]
 
 
 def whole(prompt: Prompt) -> list[Message]:
@@ -213,6 +238,34 @@ def draw(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
     ranked = sorted(prompts, key=lambda prompt: keyed_number(seed, "limit", prompt.key))
     kept = {prompt.key for prompt in ranked[:count]}
     return [prompt for prompt in prompts if prompt.key in kept]
+
+
+def mixed(
+    found: PromptSet, weights: Mapping[str, float], limit: int | None, seed: int
+) -> PromptSet:
+    """Prompts whose categories have these weights: at most `limit`, and as many as the category
+    that is scarcest for its weight allows. UserError for a category that there is none of.
+    """
+    by_name: dict[str, list[Prompt]] = {name: [] for name in weights}
+    for prompt in found.prompts:
+        by_name.get(prompt.category, []).append(prompt)
+    there = Counter(prompt.category for prompt in found.prompts)
+    absent = [name for name in weights if not there[name]]
+    if absent:
+        raise UserError(
+            f"data.mix: no prompt is of category {', '.join(map(repr, absent))}; there are "
+            f"{', '.join(f'{name!r} ({count:,})' for name, count in there.most_common())}"
+        )
+    whole = sum(weights.values())
+    total = min(there[name] * whole / weight for name, weight in weights.items())
+    total = min(total, limit) if limit is not None else total
+    kept: set[str] = set()
+    for name, weight in weights.items():
+        share = max(1, int(total * weight / whole + 1e-9))
+        kept |= {prompt.key for prompt in draw(by_name[name], share, seed)}
+    prompts = [prompt for prompt in found.prompts if prompt.key in kept]
+    dropped = found.dropped + Counter({"beyond data.mix": len(found.prompts) - len(prompts)})
+    return PromptSet(prompts, dropped)
 
 
 def keyed_number(seed: int, purpose: str, key: str) -> int:
@@ -308,15 +361,38 @@ def _data_set(source: str, path: Path, part: str) -> Iterable[Mapping[str, Any]]
     return rows
 
 
-def _prompt(where: str, row: Mapping[str, Any], *, every: bool = False) -> Prompt:
-    said, tools = _messages(where, row, every=every), _tools(where, row.get("tools"))
-    messages, later = _turns(said) if every else (_until_answer(said), ())
-    given = next((row[field] for field in KEY_FIELDS if row.get(field) is not None), None)
+def _prompt(where: str, row: Mapping[str, Any], rules: Rules) -> Prompt:
+    every, tools = rules.every, _tools(where, row.get("tools"))
+    later: tuple[tuple[Message, ...], ...] = ()
+    given: tuple[Given, ...] = ()
+    if rules.given:
+        messages, given = _answered(where, row, every=every)
+    elif every:
+        messages, later = _turns(_messages(where, row, every=True))
+    else:
+        messages = _until_answer(_messages(where, row, every=False))
+    name = next((row[field] for field in KEY_FIELDS if row.get(field) is not None), None)
     category = row.get("category")
-    _check_unicode([given, category, messages, tools, later])
+    _check_unicode([name, category, messages, tools, later])
     source = category if isinstance(category, str) else "uncategorised"
-    prompt = Prompt("" if given is None else str(given), source, messages, tools, later)
-    return replace(prompt, key=content_key(whole(prompt), tools)) if given is None else prompt
+    prompt = Prompt("" if name is None else str(name), source, messages, tools, later, given)
+    return replace(prompt, key=content_key(whole(prompt), tools)) if name is None else prompt
+
+
+def _answered(
+    where: str, row: Mapping[str, Any], *, every: bool
+) -> tuple[tuple[Message, ...], tuple[Given, ...]]:
+    """A conversation up to its last answer, and its answers: all, or that one."""
+    added = completed(row)
+    said = _messages(where, row, every=True) + [_message(where, turn) for turn in added]
+    field = next((name for name in FIELDS if row.get(name) is not None), None)
+    own = row[field] if field is not None and isinstance(row[field], list) else [None]
+    found = given_answers(row, said, [*own, *added], every=every)
+    if not found:
+        raise Unusable("no assistant turn")
+    last = found[-1].after
+    _until_answer(said[:last])
+    return tuple(said[: last + 1]), found
 
 
 def _check_unicode(values: object) -> None:

@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 from draftsmith.data.prompts import Message, Tool
 from draftsmith.recipes.errors import UserError
 
+CHANNEL = "<|message|>"  # what opens a channel's text
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
 
@@ -87,6 +88,17 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     """Ids of rendered text; the template has written the special tokens already (BOS too)."""
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
+
+
+def said(tokenizer: Any, ids: Sequence[int]) -> str:
+    """An answer's text, without special tokens; where it speaks in channels (gpt-oss), the last
+    one's, which is what later turns are told of it.
+    """
+    whole = tokenizer.decode(list(ids), skip_special_tokens=False)
+    if CHANNEL not in whole:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True))
+    last = encode(tokenizer, whole.rpartition(CHANNEL)[2])
+    return str(tokenizer.decode(last, skip_special_tokens=True))
 
 
 def sample_text(

@@ -26,8 +26,8 @@ def prepare(recipe: Recipe, run: Path) -> None:
     evaluated = load_prompts(recipe.data, split="test", seed=recipe.seed).prompts
     prompts = load_prompts(recipe.data, split="train", seed=recipe.seed, evaluated=evaluated)
     tell_dropped("prompts", prompts.dropped)
-    served = recipe.data.distil.backend == "openai"
-    target = describe_speaker(recipe.target) if served else Target.load(recipe.target)
+    here = recipe.data.distil.backend == "transformers"
+    target = Target.load(recipe.target) if here else describe_speaker(recipe.target)
     asked = prompts.prompts
     if recipe.data.self_written.count:
         asked = asked + self_written(target, recipe, asked, evaluated, run / "self_written")

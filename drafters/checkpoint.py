@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from torch import Tensor
 
 from draftsmith.drafters.card import model_card
 from draftsmith.drafters.fingerprint import remembered
+from draftsmith.drafters.hub import fetch
+from draftsmith.drafters.hub_name import hub_name
 from draftsmith.drafters.methods import CONFIGS, Drafter, build
 from draftsmith.drafters.target import Target
 from draftsmith.drafters.tree import Tree
@@ -37,11 +40,16 @@ FORMAT = 1
 log = logging.getLogger(__name__)
 
 
-def save_drafter(drafter: Drafter, folder: Path, metadata: dict[str, Any]) -> None:
+def save_drafter(
+    drafter: Drafter,
+    folder: Path,
+    metadata: dict[str, Any],
+    beside: Callable[[Path], None] | None = None,
+) -> None:
     """Write the folder whole or not at all, re-open it and compare every tensor.
 
     metadata: JSON values kept under their names (recipe, target fingerprint, tree, calibration,
-    ...).
+    ...). beside: writes what else belongs into it.
     """
     meta = {
         "format": FORMAT,
@@ -55,6 +63,8 @@ def save_drafter(drafter: Drafter, folder: Path, metadata: dict[str, Any]) -> No
     try:
         write_weights(temporary, drafter)
         drafter.native_extras(temporary)
+        if beside is not None:
+            beside(temporary)
         write_json(temporary / CONFIG, drafter.native_config(meta))
         write_json(temporary / META, meta)
         write_text(temporary / CARD, model_card(meta))
@@ -73,11 +83,14 @@ def write_weights(folder: Path, drafter: Drafter) -> None:
     compare(load_file(weights), tensors, weights.name)
 
 
-def load_drafter(folder: Path, target: Target) -> Drafter:
-    """Rebuild a drafter to decode with, in the target's dtype.
+def load_drafter(place: Path | str, target: Target) -> Drafter:
+    """Rebuild a drafter to decode with, in the target's dtype, from its folder or its name on the
+    Hub (`org/name`, `org/name@revision`).
 
-    Raises UserError for a broken folder or another target.
+    Raises UserError for a broken folder, another target, or what the Hub does not give.
     """
+    remote = hub_name(place) if isinstance(place, str) else None
+    folder = Path(place) if remote is None else fetch(remote)
     meta = read_metadata(folder)
     check_target(meta, target, folder)
     config = drafter_config(meta)
@@ -197,6 +210,12 @@ def check_target(meta: dict[str, Any], target: Target, folder: Path) -> None:
     differing = [
         f"{key} {trained.get(key)} / {now[key]}" for key in same if trained.get(key) != now[key]
     ]
+    if trained["adapter"] != now["adapter"]:
+        raise UserError(
+            f"{folder} was trained with the adapter {trained['adapter']} on its target, and the "
+            f"target has {now['adapter']}; evaluate the drafter's own folder, which holds its "
+            "adapter"
+        )
     if differing:
         raise UserError(
             f"{folder} was trained for target {trained.get('model')!r}, which differs from "

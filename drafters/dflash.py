@@ -65,6 +65,7 @@ class DFlash(nn.Module):
 
     native_file = "model.safetensors"
     draws: tuple[Draw, ...] = ("chain", "iid", "without_replacement")
+    reads_final = False
     rows: Tensor  # [Vq, D], the target's head rows that drafts may use
     embedding: Tensor  # [V, D], the target's
     draft_ids: Tensor | None  # [Vq] their target ids; None: all

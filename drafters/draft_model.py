@@ -54,6 +54,7 @@ class DraftModel(nn.Module):
     """One model to be trained (`net`), or ready ones (`ready`)."""
 
     taps: tuple[int, ...] = ()
+    reads_final = False
 
     def __init__(self, config: DraftModelConfig, target: Target, draft_ids: Tensor | None) -> None:
         super().__init__()

@@ -133,4 +133,6 @@ def sentence(repository: str, revision: str | None, error: Exception) -> str:
 def first_line(error: BaseException) -> str:
     """Of what an error says."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):
+        return f"{lines[0]} {lines[1].removeprefix('* ')}"
     return lines[0] if lines else type(error).__name__

@@ -54,6 +54,7 @@ class MedusaHeads(nn.Module):
 
     native_file = "medusa_lm_head.safetensors"
     draws: tuple[Draw, ...] = ("chain", "iid", "without_replacement")
+    reads_final = True
     taps: tuple[int, ...] = ()
     rows: Tensor  # [Vq, D], the target's head rows that drafts may use
     draft_ids: Tensor | None  # [Vq] their target ids; None: all

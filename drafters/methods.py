@@ -101,9 +101,14 @@ class Drafter(Protocol):
 class Learned(Drafter, Protocol):
     """What training asks beyond that.
 
+    `reads_final`: whether its slots read the target's final states. Where neither they do nor the
+    loss, the target's pass ends early.
+
     `roots(batch)` chooses the groups that it trains on: all, or what `batch.seeds` draws. It is
     called before the forward pass, for the denominator, and in it, and must say the same.
     """
+
+    reads_final: bool
 
     def head(self) -> Head: ...
     def roots(self, batch: Batch) -> Roots: ...

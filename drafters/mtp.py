@@ -55,6 +55,7 @@ class MtpModule(nn.Module):
 
     native_file = "model.safetensors"
     draws: tuple[Draw, ...] = ("chain", "without_replacement", "iid")
+    reads_final = True
     taps: tuple[int, ...] = ()
     rows: Tensor  # [Vq, D], the target's head rows that drafts may use
     draft_ids: Tensor | None  # [Vq] their target ids; None: all

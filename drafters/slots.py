@@ -157,6 +157,13 @@ def label_slots(batch: Batch, roots: Roots, depth: int) -> SlotLabels:
     return SlotLabels(label, row, at - 1, valid)
 
 
+def label_roots(batch: Batch, roots: Roots) -> SlotLabels:
+    """Labels of slot 0, the root itself, [N, 1]: the target's own state before it says it."""
+    row, at = roots.row[:, None], roots.position[:, None]
+    label = batch.ids[row, at]
+    return SlotLabels(label, row, at - 1, torch.ones_like(label, dtype=torch.bool))
+
+
 def before_roots(states: Tensor, roots: Roots) -> Tensor:
     """The state just before every root, [N, D] from [B, T, D]: what Medusa and MTP read."""
     return states[roots.row, roots.position - 1]

@@ -5,7 +5,7 @@ import hashlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from draftsmith.drafters.adapter import Adapter
 from draftsmith.drafters.builtin import BUILTINS, builtin_config, builtin_folder
 from draftsmith.drafters.cache import Mark, TargetCache
 from draftsmith.drafters.content import folder_content
@@ -59,7 +60,8 @@ class TargetShape:
     parameters: int
     layer_parameters: tuple[int, ...]  # of every decoder layer; empty where they are no stack
     embedding_parameters: int  # and of the head, where it is not tied to the embedding
-    linear_parameters: int  # of the decoder's linear layers, which quantisation takes
+    linear_parameters: int  # of the decoder's linear layers, which quantisation takes,
+    linear_sides: int  # and the sum of their widths, which adapters have
     template: str | None
     geometry: Geometry  # of its layers
     quantisation: str = NONE  # of the checkpoint itself
@@ -89,6 +91,8 @@ class Target:
         self.embedding_scale = embedding_scale(model.get_input_embeddings())
         self.vocab_size, self.hidden_size = self.head_weight.shape
         self.layers = int(self.config.num_hidden_layers)
+        self.served_head = self.head_weight  # another one where an adapter was merged into it
+        self.adapter: Adapter | None = None
         self.dtype, self.device = self.head_weight.dtype, self.head_weight.device
         self.eos_ids = eos_ids(model, tokenizer)
         self.logit_scale, self.logit_cap = logit_scalars(self.config.to_dict())
@@ -148,14 +152,42 @@ class Target:
         return Target(model, tokenizer, name=name, fingerprint=fingerprint)
 
     @torch.no_grad()
-    def states(self, batch: Batch, taps: tuple[int, ...] = ()) -> TargetStates:
-        """States of packed rows. Without mask and cache, transformers separates documents by their
-        restarting positions, for full, sliding and chunked attention; documents of a target with
-        recurrent states get rows of their own. Taps are 0-based layer outputs."""
-        if self.layer_types & RECURRENT and bool((batch.documents > 0).any()):
+    def states(
+        self, batch: Batch, taps: tuple[int, ...] = (), *, final: bool = True
+    ) -> TargetStates:
+        """States of packed rows. Taps are 0-based layer outputs.
+
+        final: whether anybody reads the final states. Else the pass ends behind the last tap, and
+        they are NaN.
+        """
+        if final or (taps and self.has_rows_apart(batch)):
+            return self.differentiable_states(batch, taps)
+        if not taps:
+            return TargetStates(self.unread(batch))
+        stack = self.decoder_layers()
+        with tapped(stack, taps, self.layers, last=max(taps)) as layers, suppress(Enough):
+            self.base(**packed_inputs(batch))
+        return TargetStates(self.unread(batch), torch.cat([layers[i] for i in taps], dim=-1))
+
+    def differentiable_states(self, batch: Batch, taps: tuple[int, ...] = ()) -> TargetStates:
+        """`states`, with a gradient for what is trained of the target.
+
+        Without mask and cache, transformers separates documents by their restarting positions, for
+        full, sliding and chunked attention; documents of a target with recurrent states get rows of
+        their own.
+        """
+        if self.has_rows_apart(batch):
             return self.states_by_document(batch, taps)
-        inputs = {"input_ids": batch.ids, "position_ids": batch.positions, "use_cache": False}
-        return self.run(inputs, taps)
+        return self.run(packed_inputs(batch), taps)
+
+    def has_rows_apart(self, batch: Batch) -> bool:
+        """Whether these documents get rows of their own."""
+        return bool(self.layer_types & RECURRENT) and bool((batch.documents > 0).any())
+
+    def unread(self, batch: Batch) -> Tensor:
+        """What stands for final states [B, T, D] that were not computed: one NaN."""
+        nothing = torch.full((), torch.nan, dtype=self.dtype, device=self.device)
+        return nothing.expand(*batch.ids.shape, self.hidden_size)
 
     def run(self, inputs: dict[str, Any], taps: tuple[int, ...]) -> TargetStates:
         """The decoder on its own arguments."""
@@ -174,7 +206,8 @@ class Target:
         ids = batch.ids.new_zeros((int(number.max()) + 1, int(position.max()) + 1))
         ids[number, position] = batch.ids[row, column]
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        states = self.states(Batch(ids, positions, torch.zeros_like(ids), ids > 0), taps)
+        padded = Batch(ids, positions, torch.zeros_like(ids), ids > 0)
+        states = self.differentiable_states(padded, taps)
 
         def repacked(one: Tensor) -> Tensor:
             packed = one.new_zeros((*batch.ids.shape, one.shape[-1]))
@@ -203,7 +236,15 @@ class Target:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Final states [..., D] -> logits [..., V] with the model's own scale and soft-cap."""
-        return self.adjust(nn.functional.linear(hidden, self.head_weight))
+        if self.adapter is not None:
+            return self.adjust(self.adapter.project(hidden))
+        return self.adjust(nn.functional.linear(hidden, self.served_head))
+
+    @contextmanager
+    def original(self) -> Iterator["Target"]:
+        """The target with its adapter switched off, while the block runs."""
+        with nullcontext() if self.adapter is None else self.adapter.off():
+            yield self
 
     @torch.no_grad()
     def step(
@@ -424,15 +465,28 @@ def decoder_of(model: Any) -> Any:
     return model.model if base is model else base  # Llama 4's is not where transformers looks
 
 
+def packed_inputs(batch: Batch) -> dict[str, Any]:
+    """The decoder's arguments for packed rows."""
+    return {"input_ids": batch.ids, "position_ids": batch.positions, "use_cache": False}
+
+
 def layer_stack(base: Any, layers: int) -> nn.ModuleList | None:
     """A decoder's stack of so many layers, if it has one."""
     found = (one for one in base.children() if isinstance(one, nn.ModuleList))
     return next((stack for stack in found if len(stack) == layers), None)
 
 
+class Enough(Exception):
+    """A pass has gone as far as anybody reads it."""
+
+
 @contextmanager
-def tapped(layers: nn.ModuleList, taps: tuple[int, ...], count: int) -> Iterator[dict[int, Tensor]]:
-    """Collect the outputs of these layers while the block runs."""
+def tapped(
+    layers: nn.ModuleList, taps: tuple[int, ...], count: int, *, last: int | None = None
+) -> Iterator[dict[int, Tensor]]:
+    """Collect the outputs of these layers while the block runs. The one called `last` ends the pass
+    by `Enough`.
+    """
     outputs: dict[int, Tensor] = {}
     bad = [tap for tap in taps if not 0 <= tap <= count - 2]
     if bad:
@@ -444,6 +498,8 @@ def tapped(layers: nn.ModuleList, taps: tuple[int, ...], count: int) -> Iterator
     def keep(index: int) -> Callable[..., None]:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
             outputs[index] = output[0] if isinstance(output, tuple) else output
+            if index == last:
+                raise Enough
 
         return hook
 
@@ -513,6 +569,7 @@ def make_fingerprint(
         "template": hashlib.sha256(str(template).encode()).hexdigest()[:16],
         "content": "none" if folder is None else folder_content(folder),
         "quantisation": quantisation_of(model.config),
+        "adapter": NONE,
     }
 
 
@@ -658,5 +715,6 @@ def shape_of(config: Any, template: Any, *, trust_remote_code: bool = False) -> 
         template=template if template is None or isinstance(template, str) else str(template),
         geometry=geometry_of(text),
         linear_parameters=sum(one.weight.numel() for one in inner),
+        linear_sides=sum(one.in_features + one.out_features for one in inner),
         quantisation=quantisation,
     )

@@ -16,6 +16,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import EvalConfig, PromptLookupConfig
 
 PLAIN, GENERATE = "plain", "transformers.generate"
+ORIGINAL = "plain, original target"  # of an adapted one
 ASSISTED, LOOKUP = "transformers assisted", "transformers prompt lookup"
 LOOKUP_TOKENS = "prompt_lookup_num_tokens"  # transformers' name, by which its lookup is told
 GRAPHS = ", CUDA graphs"  # a name's mark of recorded passes
@@ -38,7 +39,8 @@ class Arm:
     draw: Draw = "point"
     assistance: Mapping[str, Any] | None = None  # what `transformers` drafts with
     batch: int = 1  # prompts that are decoded together
-    target: Target | None = None  # that decodes in the place of the report's: one that is recorded
+    target: Target | None = None  # that decodes in the place of the report's: one that is recorded,
+    original: bool = False  # or what the report's was before it was adapted, judged by its own law
 
     @property
     def acceptance(self) -> str:
@@ -93,12 +95,13 @@ def make_grid(
     prompts: int,
     follows: bool = False,
     recorded: Target | None = None,
+    original: Target | None = None,
 ) -> Grid:
     """Every drafter by every shape, rule, temperature and batch size, and what they are held to.
 
     follows: whether the target has states that follow one path of tokens, so that it takes no
-    trees. recorded: the target with passes that are recorded, by which batches of one are decoded
-    as well.
+    trees. original: what the target was before it was adapted. recorded: the target with passes
+    that are recorded, by which batches of one are decoded as well.
     """
     grid, sampled = Grid(), sampling_of(config)
     for batch in config.batches:
@@ -109,6 +112,9 @@ def make_grid(
             suffix = heated(sampling) + batched(batch)
             plain = Arm(PLAIN + suffix, PLAIN + suffix, sampling, batch=batch)
             grid.arms.append(plain)
+            if original is not None:
+                name = ORIGINAL + suffix
+                grid.arms.append(replace(plain, name=name, target=original, original=True))
             if sampling.greedy:
                 add_references(grid, candidates, plain)
             for candidate in candidates:
@@ -130,7 +136,7 @@ def make_grid(
 
 def may_be_graphed(arm: Arm) -> bool:
     """Recorded passes are of one prompt, and of our loop."""
-    return arm.batch == 1 and arm.engine == "draftsmith"
+    return arm.batch == 1 and arm.engine == "draftsmith" and not arm.original
 
 
 def graphed(arm: Arm, recorded: Target) -> Arm:

@@ -253,7 +253,8 @@ def told_quantisation(fingerprint: Mapping[str, str]) -> str:
     """What was done to the target's weights before it came here, and here."""
     here = fingerprint["quantisation"]
     kept = "" if here == NONE else f", linear layers in {here}"
-    return f"weights {fingerprint['origin']}{kept}"
+    adapted = "" if fingerprint["adapter"] == NONE else ", adapted by LoRA"
+    return f"weights {fingerprint['origin']}{kept}{adapted}"
 
 
 def drafted_share(trials: Sequence[Trial]) -> float:

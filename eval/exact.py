@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from draftsmith.data.bar import Bar
+from draftsmith.drafters.adapted import load_target
 from draftsmith.drafters.checkpoint import load_drafter, read_metadata
 from draftsmith.drafters.methods import Drafter, build
 from draftsmith.drafters.target import Target
@@ -154,7 +155,7 @@ def load_subject(folder: Path, overrides: Sequence[str]) -> Subject:
     """A drafter's folder under the command line's conditions."""
     meta = read_metadata(folder)
     recipe = stored_recipe(meta, folder, overrides)
-    target = Target.load(recipe.target)
+    target = load_target(recipe.target, folder, meta)
     drafter = load_drafter(folder, target)
     paths = meta.get("tree")
     tree = bushy_tree(drafter) if paths is None else Tree(tuple(map(tuple, paths)))

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from draftsmith.drafters.adapted import load_target
 from draftsmith.drafters.checkpoint import load_drafter, read_metadata, replace_folder
 from draftsmith.drafters.engine_files import Export, Source, copy_files
 from draftsmith.drafters.export_medusa import (
@@ -45,7 +46,6 @@ from draftsmith.drafters.export_plain import (
 )
 from draftsmith.drafters.methods import Drafter
 from draftsmith.drafters.mtp_speculators import read_mtp_speculators, write_mtp_speculators
-from draftsmith.drafters.target import Target
 from draftsmith.eval.bundle import FOLDER, bundle
 from draftsmith.eval.stage import stored_recipe
 from draftsmith.eval.subjects import drafter_folder
@@ -247,7 +247,7 @@ def open_source(name: str, overrides: Sequence[str] = ()) -> Source:
     folder = drafter_folder(name)
     meta = read_metadata(folder)
     recipe = stored_recipe(meta, folder, overrides)
-    return Source(folder, meta, recipe, lambda: Target.load(recipe.target))
+    return Source(folder, meta, recipe, lambda: load_target(recipe.target, folder, meta))
 
 
 def find_export(kind: str, engine: str) -> Export:

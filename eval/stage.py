@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from draftsmith.data.plan import check_graphs
+from draftsmith.drafters.adapted import load_target
 from draftsmith.drafters.checkpoint import META, read_metadata, update_metadata
 from draftsmith.drafters.recorded import RecordedTarget
 from draftsmith.drafters.target import RECURRENT, Target, is_path, local_folder
 from draftsmith.drafters.tree import Tree, chain, expansion
+from draftsmith.eval.adapted import adapted_notes, original_of
 from draftsmith.eval.arms import Arm, Candidate, Grid, make_grid
 from draftsmith.eval.assemble import (
     Memory,
@@ -100,7 +102,7 @@ def evaluate(recipe: Recipe, run: Path) -> Path:
     meta = read_metadata(folder)  # before the target's weights are loaded
     entries = find_entries(recipe.eval.drafters)
     check_same_target(entries, meta["target"], str(folder))
-    target = Target.load(recipe.target)
+    target = load_target(recipe.target, folder, meta)
     own, calibration = own_subject(recipe, run, target)
     if calibration is not None:
         update_metadata(folder, {"calibration": to_json(calibration)})
@@ -116,10 +118,11 @@ def evaluate_checkpoint(folder: Path, recipe: Recipe, report: Path) -> Path:
     folder says about its drafter stays as it is: conditions of a day are not shipped.
     """
     entries = [find_entry(str(folder)), *find_entries(recipe.eval.drafters)]
-    check_same_target(entries, read_metadata(folder)["target"], str(folder))
+    meta = read_metadata(folder)
+    check_same_target(entries, meta["target"], str(folder))
     check_writable(report)
     prepare(recipe)
-    target = Target.load(recipe.target)
+    target = load_target(recipe.target, folder, meta)
     subjects = load_subjects(entries, target, [])
     return evaluate_job(Job(recipe, target, subjects, report, folder.parent / "log.jsonl"))
 
@@ -202,7 +205,14 @@ def measure_job(job: Job) -> Measured:
     candidates = [candidate_of(job, subject, choices) for subject in job.subjects]
     follows = bool(job.target.layer_types & RECURRENT)
     recorded = recorded_target(job, candidates, lengths[-1]) if config.graphs else None
-    grid = make_grid(candidates, config, prompts=len(prompts), follows=follows, recorded=recorded)
+    grid = make_grid(
+        candidates,
+        config,
+        prompts=len(prompts),
+        follows=follows,
+        recorded=recorded,
+        original=original_of(job.target, job.recipe.target),
+    )
     costs = {
         arm.name: arm_cost(job, arm, context, results)
         for arm in grid.arms
@@ -308,7 +318,7 @@ def make_report(job: Job, measured: Measured) -> Report:
     return Report(
         name=job.recipe.name,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=shlex.join(sys.argv),
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),  # reports are given away
         versions=dict(entry.split(" ", 1) for entry in versions()),
         target=job.target.fingerprint,
         conditions=conditions(job.recipe, job.target, measured.prompts, measured.context),
@@ -316,6 +326,7 @@ def make_report(job: Job, measured: Measured) -> Report:
             *winners(arms),
             *launch_notes(arms),
             *notes(job.target, job.subjects, measured.choices, measured.dropped),
+            *changes(job, measured),
         ],
         arms=arms,
         skipped=measured.grid.skipped,
@@ -328,12 +339,34 @@ def make_report(job: Job, measured: Measured) -> Report:
     )
 
 
+def changes(job: Job, measured: Measured) -> list[str]:
+    """What an adapted target's report says beside the rest."""
+    arms = measured.grid.arms
+    before = next((arm for arm in arms if arm.original), None)
+    if before is None:
+        return []
+    original = before.target
+    assert original is not None
+    mine, theirs = measured.trials[before.baseline], measured.trials[before.name]
+
+    def judge() -> Any:
+        return asdict(quality_of(original, before, mine, theirs, measured.prompts))
+
+    quality = quality_from(measured.results.once(("change", before.name), judge))
+    change = None
+    if job.subjects[0].folder is not None:
+        change = read_metadata(job.subjects[0].folder).get("change")
+    return adapted_notes(arms, measured.trials, change, quality)
+
+
 def report_of(job: Job, arm: Arm, measured: Measured, memory: Memory) -> ArmReport:
     """Check one arm's output and gather its figures."""
     mine, plain = measured.trials[arm.name], measured.trials[arm.baseline]
+    law = arm.target if arm.original and arm.target is not None else job.target
 
     def find() -> Any:
-        found = check_arm(job.recipe, job.target, arm, mine, plain, measured.prompts, memory)
+        known = Memory() if arm.original else memory
+        found = check_arm(job.recipe, law, arm, mine, plain, measured.prompts, known)
         return asdict(found)
 
     def judge() -> Any:
@@ -344,7 +377,7 @@ def report_of(job: Job, arm: Arm, measured: Measured, memory: Memory) -> ArmRepo
     if arm in measured.judged:
         quality = quality_from(measured.results.once(("quality", arm.name), judge))
     cost = measured.costs.get(arm.name)
-    return arm_report(job.target, arm, mine, plain, verdicts, cost, quality)
+    return arm_report(law, arm, mine, plain, verdicts, cost, quality)
 
 
 def served_of(job: Job, measured: Measured) -> list[Served]:

@@ -15,6 +15,7 @@ from draftsmith.drafters.checkpoint import (
     read_metadata,
 )
 from draftsmith.drafters.dflash import DFlash
+from draftsmith.drafters.fingerprint import NONE
 from draftsmith.drafters.hub import fetch
 from draftsmith.drafters.hub_name import hub_name
 from draftsmith.drafters.methods import CONFIGS, Drafter, Untrained, build
@@ -136,6 +137,8 @@ def check_same_target(entries: Sequence[Entry], first: dict[str, Any], folder: s
             continue
         theirs = entry.meta["target"]
         unlike = [key for key in SAME_TARGET if theirs.get(key) != first.get(key)]
+        if theirs.get("adapter", NONE) != first.get("adapter", NONE):
+            unlike.append("adapter")
         if unlike:
             texts = ", ".join(f"{key} {theirs.get(key)} / {first.get(key)}" for key in unlike)
             raise UserError(

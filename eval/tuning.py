@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.dataset import Document
-from draftsmith.drafters.checkpoint import load_drafter, update_metadata
+from draftsmith.drafters.adapted import load_target
+from draftsmith.drafters.checkpoint import load_drafter, read_metadata, update_metadata
 from draftsmith.drafters.methods import Drafter
 from draftsmith.drafters.sampler import Sampling
 from draftsmith.drafters.target import RECURRENT, Target
@@ -43,7 +44,7 @@ def tune(folder: Path, recipe: Recipe) -> Shape:
         raise UserError(f"{folder}: merged trees of several models have no shape to choose")
     prepare(recipe)
     documents = held_out_documents(recipe, folder.parent)
-    target = Target.load(recipe.target)
+    target = load_target(recipe.target, folder, read_metadata(folder))
     drafter = load_drafter(folder, target)
     calibration = calibrate(recipe, target, drafter, documents)
     prompts = prompts_of(documents)[: recipe.eval.prompts or PROMPTS]

@@ -16,6 +16,8 @@ from draftsmith.recipes.load import shipped_recipes
 from draftsmith.recipes.provenance import version, write_resolved
 from draftsmith.recipes.schema import Recipe
 
+# How a drafter is named on the command line.
+DRAFTER = "a run's folder, a drafter's, or its name on the Hub (org/name, org/name@revision)"
 BAD_INPUT, INTERRUPTED = 2, 130  # exit codes
 # What the user's machine says no to; anything else is a fault of ours and keeps its traceback.
 REFUSALS = {

@@ -23,6 +23,13 @@ ELSEWHERE = {
     "max_seq_length": "data.max_length",
     "max_seq_len": "data.max_length",
     "num_heads": "drafter.heads",
+    "load_in_4bit": "target.load_in",
+    "load_in_8bit": "target.load_in",
+    "lora_r": "adapter.rank",
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    "medusa_heads_coefficient": "adapter.head_share",
+    "medusa_scheduler": "adapter.ramp",
     "medusa_num_heads": "drafter.heads",
 }
 NUMBERS = {"integer": "a whole number", "number": "a number"}
@@ -77,6 +84,8 @@ class Vocabulary:
         """Every dotted key below a node."""
         for key, child in self.keys(node).items():
             if self.keys(child):
+                if any(choice.get("type") == "null" for choice in self.choices(child)):
+                    yield f"{prefix}{key}"  # a block that may be left out as a whole
                 yield from self.paths(child, f"{prefix}{key}.")
             else:
                 yield f"{prefix}{key}"

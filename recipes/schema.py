@@ -61,8 +61,9 @@ class ServerConfig(Block):
 class DistilConfig(Block):
     """How the target answers the prompts (its answers are the training data)."""
 
-    # `openai`: servers with its API (vLLM, SGLang, TGI, `transformers serve`) answer in our place
-    backend: Literal["transformers", "openai"] = "transformers"
+    # `openai`: servers with its API (vLLM, SGLang, TGI, `transformers serve`) answer in our place.
+    # `given`: nobody does, the rows of `prompts` hold the target's answers (their assistant turns)
+    backend: Literal["transformers", "openai", "given"] = "transformers"
     urls: tuple[Text, ...] = ()  # of these servers, such as http://localhost:8000/v1
     server: ServerConfig = ServerConfig()
     # [i, n]: only the i-th of n shares of the prompts; `draftsmith data merge` joins them
@@ -116,6 +117,9 @@ class DataConfig(Block):
     eval_split: str = "test"
     grow: Annotated[int, Field(ge=0)] = 0  # prompts that the seeded offline generator adds
     limit: Positive | None = None  # at most this many training prompts, drawn by the seed
+    # weights of categories among the training prompts, such as {code: 2, math: 1}: as many prompts
+    # as `limit` and the scarcest of them allow, others are left out; empty: as they come
+    mix: dict[Text, Annotated[float, Field(gt=0.0)]] = {}
     answers: Positive = 1  # answers to each of them, sampled: for prompts that are few but good
     # of a conversation: `last`, the answer to its end; `all`, every turn anew on the answers so far
     turns: Literal["last", "all"] = "last"
@@ -135,7 +139,19 @@ class DataConfig(Block):
 
     @model_validator(mode="after")
     def check_answers(self) -> Self:
-        """Greedy answers to one prompt are all the same."""
+        """Greedy answers to one prompt are all the same, and given ones cannot be added to."""
+        if self.distil.backend == "given":
+            for name, idle in (
+                ("answers", self.answers > 1),
+                ("grow", self.grow > 0),
+                ("self_written.count", self.self_written.count > 0),
+                ("prompts", self.prompts == "starter"),
+            ):
+                if idle:
+                    raise ValueError(
+                        f"{name}: with distil.backend: given, answers come with the prompts of a "
+                        "file or data set; nothing else has any"
+                    )
         if self.answers > 1 and self.distil.temperature == 0:
             raise ValueError(
                 f"answers: {self.answers} of a prompt are equal at temperature 0; "
@@ -425,6 +441,39 @@ class ObjectiveConfig(Block):
         return self
 
 
+class GateConfig(Block):
+    """What an adapted target may lose before its drafter is refused; null: anything."""
+
+    answers: Positive = 16  # held-out prompts that both answer, greedily
+    max_new_tokens: Positive = 64
+    # nats per token of held-out answers that the adapted law may lie from the original
+    max_kl: Annotated[float, Field(gt=0.0)] | None = 0.1
+    # nats per token by which its own answers may be less likely to the original than the original's
+    max_fall: Annotated[float, Field(gt=0.0)] | None = 0.1
+
+
+class AdapterConfig(Block):
+    """LoRA on the target, trained with Medusa's heads (Medusa-2, 2401.10774, sections 2.2 and 2.3).
+    It changes what the target says. Defaults are the paper's for Vicuna.
+    """
+
+    rank: Positive = 32
+    alpha: Positive = 16
+    dropout: Momentum = 0.05
+    head: bool = True  # the target's head is adapted too, beside all linear layers
+    lr: Annotated[float, Field(gt=0.0)] = 5e-4  # the heads' is optim.lr: 4 times that
+    # what keeps it a language model. text: cross-entropy on the answers. original: KL to the same
+    # network with its adapters off (self-distillation)
+    language: Literal["text", "original"] = "text"
+    head_share: Annotated[float, Field(ge=0.0)] = 0.2  # lambda_0: weight of the heads' loss
+    ramp: Literal["none", "sine"] = "none"  # sine: lambda_0 sin(pi/2 * share of the steps done)
+    # share of the steps that train the heads alone, under a schedule of their own
+    heads_first: Momentum = 0.5
+    checkpointing: bool = True  # recompute the layers' activations in the backward pass
+    merged: bool = False  # also keep the adapted target as a plain model, beside the adapter
+    gate: GateConfig = GateConfig()
+
+
 class OptimConfig(Block):
     """AdamW, warm-up, and a schedule."""
 
@@ -506,6 +555,7 @@ class Recipe(Block):
     target: TargetConfig
     data: DataConfig = DataConfig()
     drafter: Annotated[DrafterConfig, Field(discriminator="kind")] = MedusaConfig()
+    adapter: AdapterConfig | None = None  # null: the target stays frozen
     objective: ObjectiveConfig = ObjectiveConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()

@@ -76,6 +76,7 @@ ROWS = (
     "data.split",
     "data.grow",
     "data.limit",
+    "data.mix",
     "data.answers",
     "data.turns",
     "data.overlap_words",
@@ -90,7 +91,7 @@ DATA = Stage(
 )
 TRAIN = Stage(
     "train",
-    ("seed", "target", "data", "drafter", "objective", "optim", "train"),
+    ("seed", "target", "data", "drafter", "adapter", "objective", "optim", "train"),
     ("checkpoints", "drafter"),
     "drafter",
     but=EVALUATION,

@@ -28,6 +28,7 @@ COMMANDS = {
     "eval": "decode, measure, report; takes a recipe, folders of drafters, or org/name",
     "tune": "choose the chain or tree that decodes fastest here; takes a run's folder",
     "export": "write a drafter's files for another engine; see export --help",
+    "push": "put a drafter on the Hub; see push --help",
     "stitch": "put trained MTP layers into a copy of their target's checkpoint",
 }
 

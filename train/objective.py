@@ -28,6 +28,7 @@ class Objective:
 
     def __init__(self, config: ObjectiveConfig, depth: int) -> None:
         self.config = config
+        self.taught = config.loss != "ce"  # by the target's whole law
         self.coupled = config.loss == "e2e_tv" or config.weights == "dpace"
         self.static_weights = None if self.coupled else slot_weights(config, depth)
 

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from draftsmith.recipes.schema import OptimConfig, Recipe
+from draftsmith.train.joint import PREFIX
 from draftsmith.train.processes import Processes
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+PEAK = "peak"  # of an optimizer's group: its learning rate where the schedule is at 1
 Tensors = dict[str, Tensor]
 
 
@@ -66,11 +68,13 @@ class Copies:
         loss: nn.Module,
         parameters: Mapping[str, nn.Parameter],
         config: OptimConfig,
+        peaks: Mapping[str, float],
     ) -> None:
         self.accelerator, self.parameters = accelerator, parameters
         with warnings.catch_warnings(action="ignore", category=FutureWarning):
             # torch speaks of a successor of broadcast_buffers that is not there yet.
-            self.model, self.optimizer = accelerator.prepare(loss, adamw(parameters, config))
+            made = adamw(parameters, config, peaks)
+            self.model, self.optimizer = accelerator.prepare(loss, made)
         several = accelerator.num_processes > 1
         assert isinstance(self.model, DistributedDataParallel) == several, type(self.model)
 
@@ -134,7 +138,8 @@ def spread(
         from draftsmith.train.zero import Zero
 
         return Zero(processes, loss, parameters, recipe)
-    return Copies(processes.accelerator, loss, parameters, recipe.optim)
+    peaks = {} if recipe.adapter is None else {PREFIX: recipe.adapter.lr}
+    return Copies(processes.accelerator, loss, parameters, recipe.optim, peaks)
 
 
 @torch.no_grad()
@@ -145,16 +150,27 @@ def agree(processes: Processes, parameters: Mapping[str, nn.Parameter]) -> None:
             torch.distributed.broadcast(value.data, 0)
 
 
-def adamw(parameters: Mapping[str, nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW on the drafter's own weights, which are fp32; biases and norms are not decayed."""
+def adamw(
+    parameters: Mapping[str, nn.Parameter],
+    config: OptimConfig,
+    peaks: Mapping[str, float] | None = None,
+) -> torch.optim.AdamW:
+    """AdamW on trained weights, which are fp32; biases and norms are not decayed. peaks: learning
+    rates, where they are not `optim.lr`, of names with these prefixes; groups keep theirs as PEAK.
+    """
     wrong = [name for name, value in parameters.items() if value.dtype != torch.float32]
     assert not wrong, f"trained weights must be fp32: {wrong}"
-    free = {name for name, value in parameters.items() if value.ndim < 2 or name.endswith("bias")}
-    decayed = [value for name, value in parameters.items() if name not in free]
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": [parameters[name] for name in sorted(free)], "weight_decay": 0.0},
-    ]
+    groups: list[dict[str, Any]] = []
+    left = dict(parameters)
+    for prefix, peak in {**(peaks or {}), "": config.lr}.items():
+        mine = {name: left.pop(name) for name in list(left) if name.startswith(prefix)}
+        free = {name for name, value in mine.items() if value.ndim < 2 or name.endswith("bias")}
+        decayed = [value for name, value in mine.items() if name not in free]
+        rate = {"lr": peak, PEAK: peak}
+        groups += [
+            {"params": decayed, "weight_decay": config.weight_decay, **rate},
+            {"params": [mine[name] for name in sorted(free)], "weight_decay": 0.0, **rate},
+        ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,

@@ -15,6 +15,7 @@ from draftsmith.data.dataset import Document, PackedRows, split_held_out, traini
 from draftsmith.data.features import FeatureCache
 from draftsmith.data.rows import read_manifest
 from draftsmith.data.vocab import most_frequent
+from draftsmith.drafters.adapted import adapt
 from draftsmith.drafters.dflash import DFlash
 from draftsmith.drafters.dflash_mask import check_mask_token, propose_mask_token
 from draftsmith.drafters.fingerprint import remembered
@@ -32,6 +33,15 @@ from draftsmith.recipes.schema import (
     Recipe,
 )
 from draftsmith.train.boost import without_known
+from draftsmith.train.joint import (
+    PREFIX,
+    Joint,
+    LanguageLoss,
+    Phase,
+    head_share,
+    joined,
+    phase_at,
+)
 from draftsmith.train.objective import Objective
 from draftsmith.train.parallel import Parallel, spread
 from draftsmith.train.phases import Phases
@@ -52,18 +62,44 @@ class SlotLoss(nn.Module):
         self.drafter, self.target, self.chunk = drafter, target, recipe.train.chunk
         self.depth = recipe.drafter.trained_slots
         self.objective = Objective(recipe.objective, self.depth)
+        self.language: LanguageLoss | None = None
+        if recipe.adapter is not None:
+            self.language = LanguageLoss(recipe.adapter, target, recipe.train.chunk)
 
-    def denominator(self, batch: Batch) -> Tensor:
-        """What this batch adds to the step's denominator; scalar."""
-        labels = label_slots(batch, self.drafter.roots(batch), self.depth)
+    def denominator(self, batch: Batch, *, joint: bool = False) -> Tensor:
+        """What this batch adds to the step's denominator; scalar. Of both losses together: labels
+        of slot 0.
+        """
+        roots = self.drafter.roots(batch)
+        if joint:
+            return torch.tensor(float(len(roots.row)), device=batch.ids.device)
+        labels = label_slots(batch, roots, self.depth)
         return self.objective.denominator(labels, self.drafter.head())
 
-    def forward(self, batch: Batch, states: TargetStates, *, metrics: bool) -> tuple[Tensor, Sums]:
-        """The batch's loss, summed and not yet divided, and its metrics as sums and counts."""
+    def forward(
+        self, batch: Batch, states: TargetStates, *, metrics: bool, joint: Joint | None = None
+    ) -> tuple[Tensor, Sums]:
+        """The batch's loss, summed and not yet divided, and its metrics as sums and counts.
+
+        joint: where the target learns too; the states are then on its graph.
+        """
+        roots = self.drafter.roots(batch)
+        teacher = states if joint is None else joint.teacher
         with self.phases.phase("drafter forward"):
-            slots = self.drafter.slots(batch, states, self.drafter.roots(batch))
+            slots = self.drafter.slots(batch, states, roots)
         with self.phases.phase("projection and loss"):
-            return self.objective(slots, states, self.target, chunk=self.chunk, metrics=metrics)
+            loss, sums = self.objective(
+                slots,
+                teacher or states,
+                self.target,
+                chunk=self.chunk,
+                metrics=metrics and teacher is not None,
+            )
+            if self.language is None:
+                return loss, sums
+            if joint is None:
+                return loss + self.language.touched(), sums
+            return joined(loss, self.language(batch, states, roots, joint.teacher), joint, sums)
 
 
 @dataclass
@@ -129,11 +165,35 @@ class Training:
         seeds = tuple(row_seed(self.recipe.seed, epoch, row) for row in rows)
         return replace(self.rows.batch(rows), seeds=seeds).to(self.target.device)
 
-    def states(self, rows: Sequence[int], batch: Batch) -> TargetStates:
-        """The target's states of the batch of these rows: computed, or read from the cache."""
-        if self.features is None:
-            return self.target.states(batch, self.drafter.taps)
-        return self.features.states(rows)
+    @property
+    def phase(self) -> Phase:
+        """That of the step to be taken."""
+        return phase_at(self.recipe, self.step, self.total)
+
+    def joint(self, batch: Batch) -> Joint | None:
+        """What a batch needs where the target learns too: lambda_0, and what the original says."""
+        config, phase = self.recipe.adapter, self.phase
+        if config is None or not phase.joint:
+            return None
+        teacher = None
+        if config.language == "original" or self.recipe.objective.loss != "ce":
+            with self.target.original() as original:
+                teacher = original.states(batch)
+        return Joint(head_share(config, phase, self.step), teacher)
+
+    def states(self, rows: Sequence[int], batch: Batch, *, metrics: bool) -> TargetStates:
+        """The target's states of the batch of these rows: computed, or read from the cache. Only
+        as far as they are read, but for a target that is spread, whose layers run to the end. On
+        the graph of its adapters where these learn.
+        """
+        if self.phase.joint:
+            return self.target.differentiable_states(batch, self.drafter.taps)
+        if self.features is not None:
+            return self.features.states(rows)
+        taps = self.drafter.taps
+        final = self.drafter.reads_final or self.loss.objective.taught or metrics
+        final = final or (self.processes.target_is_sharded and bool(taps))
+        return self.target.states(batch, taps, final=final)
 
 
 def prepare(recipe: Recipe, run: Path) -> Training:
@@ -155,9 +215,13 @@ def prepare(recipe: Recipe, run: Path) -> Training:
     drafter = cast(Learned, build(config, target, ids))  # it has trained_slots
     if isinstance(drafter, DFlash):
         drafter.begin(target)
+    parameters = trainable(drafter)
+    if recipe.adapter is not None:
+        check_sharing(processes)
+        adapters = adapt(target, recipe.adapter).parameters
+        parameters |= {f"{PREFIX}{name}": value for name, value in adapters.items()}
     phases = Phases(target.device)
     loss = SlotLoss(drafter, target, recipe, phases)
-    parameters = trainable(drafter)
     trained = sum(value.numel() for value in parameters.values())
     return Training(
         recipe=recipe,
@@ -180,6 +244,15 @@ def prepare(recipe: Recipe, run: Path) -> Training:
             patience=recipe.train.patience,
         ),
     )
+
+
+def check_sharing(processes: Processes) -> None:
+    """Raises UserError where adapters would be spread over processes."""
+    if processes.in_lockstep:
+        raise UserError(
+            f"adapter: a target that learns is not trained by {processes.sharing} here; use "
+            "--accelerate ddp, or leave the adapter out"
+        )
 
 
 def check_origin(folder: Path, target: Target, say: Callable[[str], None]) -> None:

@@ -1,17 +1,19 @@
-"""`draftsmith export RUN --to ENGINE` and `draftsmith stitch RUN OUT`: drafters leave the house."""
+"""`draftsmith export DRAFTER --to ENGINE`, `draftsmith push DRAFTER --repo org/name` and
+`draftsmith stitch DRAFTER OUT`: drafters leave the house.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftsmith.recipes.entry import Parser
+from draftsmith.recipes.entry import DRAFTER, Parser
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import user_path
+from draftsmith.train.push import push
 
 if TYPE_CHECKING:
     from draftsmith.drafters.engine_files import Export, Source
 
-DRAFTER = "a run's folder, a drafter's, or its name on the Hub (org/name, org/name@revision)"
 PROMPTS, TOKENS = 4, 32  # of --check, where the recipe's evaluation has more
 
 
@@ -77,4 +79,8 @@ def stitch(words: Sequence[str]) -> None:
     print(f"{out}: {source} with the MTP layers of {folder}")
 
 
-TOOLS: dict[str, Callable[[Sequence[str]], None]] = {"export": export, "stitch": stitch}
+TOOLS: dict[str, Callable[[Sequence[str]], None]] = {
+    "export": export,
+    "push": push,
+    "stitch": stitch,
+}

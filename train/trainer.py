@@ -1,22 +1,30 @@
 """The training loop: a recipe and its rows to a drafter, resumable at any moment."""
 
 import dataclasses
+import functools
 import math
 import time
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from draftsmith.data.features import FeatureCache
+from draftsmith.drafters.adapter import FOLDER as ADAPTER
+from draftsmith.drafters.adapter import MERGED
 from draftsmith.drafters.checkpoint import save_drafter, target_metadata
 from draftsmith.drafters.slots import Batch
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import cannot_write
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.fitting import fit_start
+from draftsmith.train.gate import check_change, measure_change
 from draftsmith.train.guard import check_end, measure_start
+from draftsmith.train.parallel import PEAK
 from draftsmith.train.resume import resume, save
 from draftsmith.train.schedule import lr_share
 from draftsmith.train.setup import Training, prepare
@@ -93,15 +101,14 @@ def is_due(t: Training, every: int, *, ahead: int = 0) -> bool:
 def take_step(t: Training) -> None:
     """One optimizer step over all processes' rows; none is taken where nothing is supervised."""
     began = time.perf_counter()
-    share = lr_share(t.step, t.total, t.recipe.optim)
-    for group in t.parallel.groups:
-        group["lr"] = t.recipe.optim.lr * share
+    set_rates(t)
     with t.phases.phase("batches"):
         pieces = micro_batches(t)
     batches = [batch for _, batch in pieces]
     # Counted before any forward and over all processes: the loss does not depend on how rows are
     # spread over micro-batches and processes, and all processes skip an empty step together.
-    own = torch.stack([t.loss.denominator(batch) for batch in batches]).sum()
+    joint = t.phase.joint
+    own = torch.stack([t.loss.denominator(batch, joint=joint) for batch in batches]).sum()
     t.pulse.does("waiting", t.step)
     denominator = t.accelerator.reduce(own, reduction="sum")
     t.pulse.does("training", t.step)
@@ -118,6 +125,16 @@ def take_step(t: Training) -> None:
         apply_gradients(t)
     count(t, batches, own, seconds=time.perf_counter() - began, skipped=not denominator > 0)
     t.step += 1
+
+
+def set_rates(t: Training) -> None:
+    """Learning rates of the step to be taken, and whether the adapters' dropout is on."""
+    phase = t.phase
+    share = lr_share(t.step - phase.start, phase.end - phase.start, t.recipe.optim)
+    for group in t.parallel.groups:
+        group["lr"] = group.get(PEAK, t.recipe.optim.lr) * share
+    if t.target.adapter is not None:
+        t.target.adapter.train(phase.joint)
 
 
 def micro_batches(t: Training) -> list[tuple[list[int], Batch]]:
@@ -141,12 +158,15 @@ def micro_batches(t: Training) -> list[tuple[list[int], Batch]]:
 
 def forward(t: Training, rows: list[int], batch: Batch, denominator: Tensor) -> Tensor:
     """A micro-batch's share of the step's loss."""
-    with t.phases.phase("target forward"):
-        states = t.states(rows, batch)
     bf16 = t.recipe.train.precision == "bf16"
     metrics = is_due(t, t.recipe.train.log_every, ahead=1)
-    with torch.autocast(t.target.device.type, torch.bfloat16, enabled=bf16):
-        loss, sums = t.parallel.model(batch, states, metrics=metrics)
+    autocast = torch.autocast(t.target.device.type, torch.bfloat16, enabled=bf16)
+    with t.phases.phase("target forward"):
+        joint = t.joint(batch)
+        with autocast if joint else nullcontext():  # adapters compute as all that is trained does
+            states = t.states(rows, batch, metrics=metrics)
+    with autocast:
+        loss, sums = t.parallel.model(batch, states, metrics=metrics, joint=joint)
     if "overlap" in sums:  # which only some steps have
         sums = {**sums, "overlap_valid": sums["valid"], "overlap_groups": sums["groups"]}
     t.meter.add(sums)
@@ -173,6 +193,8 @@ def count_own_work(t: Training, batches: list[Batch], began: float) -> None:
 
 def apply_gradients(t: Training) -> None:
     """Clip and step. Raises UserError for a gradient that is not finite."""
+    if t.loss.language is not None and not t.phase.joint:
+        t.loss.language.forget()
     with t.phases.phase("optimizer"):
         norm = t.parallel.step(t.recipe.optim.clip)
     if not math.isfinite(norm):
@@ -195,6 +217,32 @@ def count(t: Training, batches: list[Batch], own: Tensor, *, seconds: float, ski
     t.seconds += seconds
 
 
+def adapted_metadata(t: Training) -> dict[str, Any]:
+    """What the drafter's folder says about its adapter. Raises UserError where it costs more
+    quality than the recipe allows.
+    """
+    config, adapter = t.recipe.adapter, t.target.adapter
+    assert config is not None and adapter is not None
+    adapter.train(False)
+    rows = t.recipe.train.rows_per_micro_batch
+    change = measure_change(t.target, t.held_out, config.gate, rows=rows)
+    t.journal.write({"kind": "gate", "step": t.step, **asdict(change)})
+    check_change(change, config.gate, t.journal.say)
+    target = {**target_metadata(t.target), "adapter": adapter.digest()}
+    return {"target": target, "change": asdict(change)}
+
+
+def write_adapter(t: Training, folder: Path) -> None:
+    """The adapter, and the merged target where it was asked for: training ends with that."""
+    adapter = t.target.adapter
+    assert adapter is not None and t.recipe.adapter is not None
+    adapter.save(folder / ADAPTER, t.target.name)
+    if t.recipe.adapter.merged:
+        adapter.merge()
+        t.target.model.save_pretrained(folder / MERGED)
+        t.target.tokenizer.save_pretrained(folder / MERGED)
+
+
 def finish(t: Training) -> Path:
     """Write the drafter in its native format."""
     folder = t.folder / "drafter"
@@ -202,8 +250,12 @@ def finish(t: Training) -> Path:
         if t.accelerator.is_main_process:
             recipe = t.recipe.model_dump(mode="json")
             metadata = {"target": target_metadata(t.target), "recipe": recipe, "steps": t.step}
+            beside = None
+            if t.recipe.adapter is not None:
+                metadata |= adapted_metadata(t)
+                beside = functools.partial(write_adapter, t)
             try:
-                save_drafter(t.drafter, folder, metadata)
+                save_drafter(t.drafter, folder, metadata, beside)
             except (OSError, SafetensorError) as error:
                 raise UserError(
                     f"{cannot_write(folder, error)}; training is finished and kept"

@@ -7,6 +7,7 @@ from torch import Tensor
 from draftsmith.data.render import sample_text
 from draftsmith.drafters.quantised import count_parameters
 from draftsmith.eval.walk import recipe_ranks, walk
+from draftsmith.train.joint import phase_at
 from draftsmith.train.rng import undisturbed
 from draftsmith.train.schedule import lr_share
 from draftsmith.train.setup import Training
@@ -23,7 +24,12 @@ def introduce(t: Training) -> None:
         f"{len(t.rows.documents)} documents in {len(t.rows)} rows, {t.rows.tokens:,} tokens, "
         f"{t.rows.supervised / t.rows.tokens:.0%} supervised; {len(t.held_out)} held out"
     )
-    t.journal.say(f"{t.trained:,} trainable parameters (drafter), {frozen:,} frozen (target)")
+    adapters = () if t.target.adapter is None else t.target.adapter.parameters.values()
+    adapted = sum(value.numel() for value in adapters)
+    learning = "drafter" if not adapted else f"drafter, {adapted:,} of them the target's adapters"
+    t.journal.say(
+        f"{t.trained:,} trainable parameters ({learning}), {frozen - adapted:,} frozen (target)"
+    )
     t.journal.say(f"{t.total} steps, {t.step} of them done")
 
 
@@ -38,18 +44,27 @@ def log_step(t: Training) -> None:
         "step": t.step,
         "epoch": (t.step - 1) // t.steps_per_epoch,
         "loss": float(total["loss"] / total["denominator"]) if learned else None,
-        "lr": t.recipe.optim.lr * lr_share(t.step - 1, t.total, t.recipe.optim),
+        "lr": rate_of(t),
         "grad_norm": t.grad_norm,
         "supervised_tokens": t.supervised,
         "skipped_steps": int(total["skipped"]),
         "tokens_per_second": float(total["tokens"] / total["seconds"]),
         "seconds": t.seconds,
     }
+    if "language_loss" in total and learned:
+        record["language_loss"] = float(total["language_loss"] / total["denominator"])
     if "own_work" in total:
         seconds, positions = total["own_work"].tolist()
         record["own_seconds"] = seconds
         name_slowest(t, seconds, positions)
     t.journal.write({**record, **(curves(total) if learned else {})})
+
+
+def rate_of(t: Training) -> float:
+    """The drafter's learning rate in the step that was taken last."""
+    phase = phase_at(t.recipe, t.step - 1, t.total)
+    step, steps = t.step - 1 - phase.start, phase.end - phase.start
+    return t.recipe.optim.lr * lr_share(step, steps, t.recipe.optim)
 
 
 def name_slowest(t: Training, seconds: list[float], positions: list[float]) -> None:
@@ -93,7 +108,12 @@ def uniform_length(joint: Tensor, groups: Tensor) -> float:
 
 
 def evaluate(t: Training) -> None:
-    """Walk the held-out answers; training goes on as if nothing had happened."""
+    """Walk the held-out answers; training goes on as if nothing had happened.
+
+    The answers are the original's: of an adapted target this is a curve, not what it decodes.
+    """
+    if t.target.adapter is not None:
+        t.target.adapter.train(False)
     # A target that is spread computes with all processes; one that is not keeps the others waiting.
     t.pulse.does("evaluating", t.step)
     table = None

@@ -74,6 +74,7 @@ def test_trained_parameters_are_those_of_the_real_heads(
         layer_parameters=(1,),
         embedding_parameters=1,
         linear_parameters=0,
+        linear_sides=0,
         max_positions=4096,
         cached_numbers=1,
         parameters=1,

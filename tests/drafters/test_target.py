@@ -344,3 +344,19 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch):
 def test_a_target_in_nobodys_home_is_refused():
     with pytest.raises(UserError, match="home folder"):
         describe(TargetConfig(model="~nobody-of-this-name/model"))
+
+
+def test_a_pass_ends_behind_the_last_tap_where_nobody_reads_further():
+    target = tiny_target(layers=4)
+    ids = torch.arange(6)[None] + 20
+    batch = Batch(ids, torch.arange(6)[None], torch.zeros_like(ids), torch.ones_like(ids).bool())
+    run = []
+    for place, layer in enumerate(target.decoder_layers()):
+        layer.register_forward_hook(lambda *_, place=place: run.append(place))
+    whole, part = (target.states(batch, (2, 0), final=final) for final in (True, False))
+    assert run == [0, 1, 2, 3, 0, 1, 2]
+    assert torch.equal(part.layers, whole.layers)
+    assert part.final.shape == whole.final.shape and bool(part.final.isnan().all())
+    run.clear()
+    assert bool(target.states(batch, final=False).final.isnan().all()) and not run
+    assert torch.equal(target.states(batch).final, whole.final)  # no hook is left

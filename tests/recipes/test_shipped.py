@@ -70,6 +70,7 @@ def compares(config: EvalConfig) -> bool:
 
 # Knobs that only count when another one has a certain value.
 CONDITIONAL = {
+    "adapter": lambda recipe: recipe.adapter is not None,
     "target.load_in": lambda recipe: recipe.target.load_in is not None,
     "data.distil.server.model": lambda recipe: recipe.data.distil.backend == "openai",
     "data.distil.server.api": lambda recipe: recipe.data.distil.backend == "openai",

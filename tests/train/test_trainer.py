@@ -207,3 +207,24 @@ def test_two_processes_equal_one(target, tmp_path):
         assert read_log(two, "held_out") == read_log(one, "held_out")
         assert len(latest(two / "checkpoints").state["rng"]) == 2
     assert sum(record["skipped_steps"] for record in read_log(jobs[1][1])) > 0
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        {"kind": "draft_model", "layers": 2},
+        {"kind": "dflash", "layers": 1, "taps": [0], "block_size": 4, "mask_token_id": 5},
+    ],
+    ids=["draft_model", "dflash"],
+)
+def test_a_target_that_nobody_reads_to_the_end_changes_nothing(tmp_path, drafter):
+    # Steps that are logged read the teacher's law, the others the text alone.
+    target = save_target(tmp_path / "target", layers=3)
+    runs = []
+    for every in (1, 1000):
+        rows = [counting_row(number) for number in range(48)]
+        run = save_rows(tmp_path / str(every), rows, target)
+        train(recipe_for(target, train={"epochs": 1, "log_every": every}, drafter=drafter), run)
+        runs.append(run)
+    assert digest(weights(runs[0]).values()) == digest(weights(runs[1]).values())
+    assert read_log(runs[1])[-1]["grad_norm"] == read_log(runs[0])[-1]["grad_norm"]
