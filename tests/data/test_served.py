@@ -375,10 +375,14 @@ def test_an_interrupted_run_keeps_its_answers(teller: Target, tmp_path: Path) ->
             os.kill(os.getpid(), signal.SIGINT)
         return 3.0 if number >= 12 else None
 
-    with Server(teller, fault=fault) as server:
-        config = served(server, max_new_tokens=4)
-        with pytest.raises(KeyboardInterrupt):
+    # Shells start what runs in the background with this signal ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Server(teller, fault=fault) as server, pytest.raises(KeyboardInterrupt):
+            config = served(server, max_new_tokens=4)
             distil(teller, make_prompts(30), config, tmp_path, seed=0)
+    finally:
+        signal.signal(signal.SIGINT, before)
     there = len(read_rows(tmp_path))
     assert 9 <= there <= 12
     with Server(teller) as server:
